@@ -1,0 +1,1 @@
+"""ds4jax: the families of ds4ref in JAX/XLA."""
