@@ -1,0 +1,48 @@
+"""Recurrent mixers: the gated delta rule, with one decay per head or per key channel, and the short convolution before it.
+
+Sources: Gated DeltaNet (Yang et al. 2024) and Kimi Delta Attention (Kimi Linear report 2025). State stays in the dtype of
+the reference (float32 or better); bfloat16 state is known to degenerate.
+
+Letters: H heads, d key width, v value width, C channels, K taps.
+"""
+
+import numpy as np
+
+from .ops import silu, unit_norm
+
+
+def short_conv(rows, taps):
+    """Causal depthwise convolution at the newest row. rows: [≤ K, C] oldest first, taps: [C, K] → [C].
+
+    The last tap meets the newest row; rows before the start of the sequence count as zero.
+    """
+    return np.sum(rows * taps.T[taps.shape[1] - len(rows) :], axis=0)
+
+
+def delta_rule(state, q, k, v, beta, decay):
+    """One step of the gated delta rule. state: [H, d, v], q and k: [H, d], v: [H, v], beta: [H] → (state, output [H, v]).
+
+    ``decay`` is the factor itself: [H, 1] per head (Gated DeltaNet) or [H, d] per key channel (KDA).
+    ``S ← decay · S;  δ = β (v − Sᵀk);  S ← S + k δᵀ;  o = Sᵀq``: decay first, then the read that forms δ, then the write.
+    """
+    state = decay[:, :, None] * state
+    delta = beta[:, None] * (v - np.matmul(k[:, None, :], state)[:, 0])
+    state = state + k[:, :, None] * delta[:, None, :]
+    return state, np.matmul(q[:, None, :], state)[:, 0]
+
+
+def convolve(ring, row, taps):
+    """Append a projected row to its ``Ring(K)`` and return SiLU of the short convolution at it. row: [C], taps: [C, K]."""
+    ring.append(row)
+    return silu(short_conv(ring.rows(), taps))
+
+
+def associate(memory, q, k, v, beta, decay):
+    """Write (k, v) into a ``Recurrent`` component by the delta rule and read it with q. Shapes as :func:`delta_rule`.
+
+    q and k become unit vectors first (eps 1e-6 inside the root, a constant of the rule), q also carries 1/√d.
+    """
+    q = unit_norm(q) / q.dtype.type(np.sqrt(q.shape[-1]))
+    state, out = delta_rule(memory.value, q, unit_norm(k), v, beta, decay)
+    memory.replace(state)
+    return out
