@@ -48,6 +48,11 @@ class Model:
         return self.config.vocabulary
 
     @property
+    def context_cap(self):
+        """Tokens that one sequence may have at most."""
+        return getattr(self.config, "context_cap", self.config.context)
+
+    @property
     def layout(self):
         """State components of one sequence: name → kind."""
         return self.family.layout(self.config)

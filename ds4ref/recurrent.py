@@ -8,7 +8,7 @@ Letters: H heads, d key width, v value width, C channels, K taps.
 
 import numpy as np
 
-from .ops import silu, unit_norm
+from .ops import sigmoid, silu, unit_norm
 
 
 def short_conv(rows, taps):
@@ -29,6 +29,14 @@ def delta_rule(state, q, k, v, beta, decay):
     delta = beta[:, None] * (v - np.matmul(k[:, None, :], state)[:, 0])
     state = state + k[:, :, None] * delta[:, None, :]
     return state, np.matmul(q[:, None, :], state)[:, 0]
+
+
+def bounded_decay(raw, rate, lower):
+    """KDA's decay with a bounded exponent ("safe gate"): ``exp(lower · σ(rate · raw))``, in [exp(lower), 1].
+
+    raw: [H, d] projected and biased; rate: [H] > 0, the exp(A_log) of the reports; lower < 0. → [H, d].
+    """
+    return np.exp(raw.dtype.type(lower) * sigmoid(rate[:, None] * raw))
 
 
 def convolve(ring, row, taps):

@@ -313,3 +313,54 @@ def feed_forward(c, w, i, token, h):
         chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
     routed = moe.experts(h, chosen, weights, w, p, c.clamp_routed[i])
     return routed + moe.shared_expert(h, w, p, c.clamp_shared[i])
+
+
+def tiny_metadata():
+    """Metadata of a tiny model with every layer kind: window, indexed and fully compressed, hash-routed and scored."""
+    layers = 4
+    keys = {
+        "block_count": layers,
+        "context_length": 65536,
+        "embedding_length": 64,
+        "vocab_size": 512,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.q_lora_rank": 32,
+        "attention.output_lora_rank": 20,
+        "attention.output_group_count": 2,
+        "attention.sliding_window": 32,
+        "attention.compress_ratios": np.array([0, 4, 128, 4], np.int32),
+        "attention.compress_rope_freq_base": 160000.0,
+        "attention.indexer.head_count": 8,
+        "attention.indexer.key_length": 32,
+        "attention.indexer.top_k": 16,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 10000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 4096,
+        "expert_count": 8,
+        "expert_used_count": 2,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": 32,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+        "expert_gating_func": 4,
+        "hash_layer_count": 1,
+        "swiglu_clamp_exp": np.full(layers, 10.0, np.float32),
+        "hyper_connection.count": 4,
+        "hyper_connection.sinkhorn_iterations": 20,
+        "hyper_connection.epsilon": 1e-6,
+    }
+    return {f"deepseek4.{key}": value for key, value in keys.items()} | {"tokenizer.ggml.pre": "joyai-llm"}
+
+
+def tiny_tensor(name, shape, rng):
+    """The token table of hash-routed layers: different experts per token, in random order."""
+    if not name.endswith("ffn_gate_tid2eid.weight"):
+        return None
+    experts = tiny_metadata()["deepseek4.expert_count"]
+    return np.stack([rng.permutation(experts)[: shape[1]] for _ in range(shape[0])]).astype(np.int32)

@@ -1,0 +1,68 @@
+"""Text on both sides of a model: an artifact's tokenizer, chat protocol and generation stops, bound together.
+
+Knows nothing about models, states or HTTP.
+"""
+
+from . import chat
+from .chat.request import thinking
+from .generation import Generation
+from .gguf import ArtifactError
+from .stop import ReasoningTracker, StopPolicy
+from .tokenizer import Tokenizer
+
+
+class Conversation:
+    """Renders requests to tokens and makes the :class:`Generation` that reads the answer.
+
+    ArtifactError when the artifact's vocabulary or template cannot be used.
+    """
+
+    def __init__(self, artifact):
+        self.tokenizer = Tokenizer.from_artifact(artifact)
+        tokenizer = self.tokenizer
+        specials = chat.Specials(
+            literals=frozenset(tokenizer.specials),
+            bos="" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
+            eos="" if tokenizer.eos_id is None else tokenizer.piece(tokenizer.eos_id),
+        )
+        try:
+            self.chat = chat.for_artifact(artifact.metadata, specials, artifact.path.name)
+        except chat.ChatError as error:
+            raise ArtifactError(f"{artifact.path.name}: {error}") from None
+        named = (tokenizer.id_of(text) for text in self.chat.protocol.STOPS)
+        ends = (tokenizer.eos_id, *tokenizer.eot_ids, *named)
+        self.end_ids = frozenset(i for i in ends if i is not None)
+
+    def render(self, messages, tools=None, options=None):
+        """The prompt of a conversation. ChatError for messages that cannot be rendered."""
+        return self.chat.render(messages, tools, options or chat.Options())
+
+    def render_request(self, request, context=None, alias=None):
+        """The prompt of a Chat Completions request: its messages, tools and thinking controls."""
+        if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
+            raise chat.ChatError("messages must be an array of messages", "messages")
+        on, effort = thinking(request, alias)
+        kwargs = request.get("chat_template_kwargs") or {}
+        options = chat.Options(thinking=on, effort=effort, context=context, template_kwargs=kwargs)
+        return self.render(request["messages"], request.get("tools") or None, options)
+
+    def encode(self, prompt):
+        """Token ids of a rendered prompt: markers only where the template wrote them, and exactly one BOS if one is due."""
+        return self.tokenizer.with_bos(self.tokenizer.encode(prompt.text, plain=prompt.plain))
+
+    def encode_raw(self, text):
+        """Token ids of raw text, special tokens in it read as such, with the BOS the tokenizer wants."""
+        return self.tokenizer.with_bos(self.tokenizer.encode(text))
+
+    def generation(self, ids, params, *, budget, context, prompt=None, tools=None, stop_strings=(), eos="model",
+                   stream=False, choice=0, vocabulary=None, single=False):  # fmt: skip
+        """The answer to ``ids``: parsed by the chat protocol when ``prompt`` is the rendered prompt, raw text when None."""
+        parser = tracker = None
+        if prompt is not None:
+            parser = self.chat.parser(prompt, tools, stream=stream, single=single)
+            opening, closing = self.chat.protocol.REASONING
+            tracker = ReasoningTracker((opening.encode(),), (closing.encode(),), prompt.thinking)
+        return Generation(
+            self.tokenizer, list(ids), params, budget, context, StopPolicy(self.end_ids, eos=eos), parser,
+            tuple(stop_strings), tracker, choice, vocabulary,
+        )  # fmt: skip

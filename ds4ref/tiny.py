@@ -1,0 +1,128 @@
+"""Write a tiny random artifact of any family: real keys, names and shapes, a small byte-level vocabulary, random weights.
+
+It answers with noise. It exists to try interfaces, to test, and as a template of what a family's file holds.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from . import families, gguf
+from .gguf import ArtifactError
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of the GGUF vocabulary
+
+# What the chat protocols need of a vocabulary, in the order of the ids: (control tokens, user-defined tokens). The first
+# control token ends a turn.
+SPECIALS = {
+    "deepseek4": (
+        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+        ("<think>", "</think>", "｜DSML｜"),
+    ),
+}
+
+SAMPLE = """
+The tide comes in twice a day and leaves twice a day. Whoever keeps a boat in the harbour learns to read the table of the
+tides before anything else: when the water stands high, how long it stands, and what the wind from the west adds to it. A
+table is only an average. The water that is really there is measured at the gauge, and the two are compared every morning.
+When they differ by more than a hand, somebody walks out to look at the gauge, since it is more often the gauge than the sea.
+So the keeper writes both numbers down, with the time and the weather, and never corrects one of them to please the other.
+After a year the differences say more about the harbour than the table does, and after ten years there is a better table.
+"""
+
+
+def write(architecture, path, seed=0):
+    """Write a tiny artifact of ``architecture`` to ``path``. The same seed gives the same file."""
+    family = families.FAMILIES.get(architecture)
+    if family is None:
+        raise ArtifactError(f"unknown architecture {architecture!r} (known: {', '.join(sorted(families.FAMILIES))})")
+    metadata = {
+        "general.name": f"ds4 tiny {architecture} (random toy)",
+        "general.description": "random weights, for trying the interface; its answers are noise",
+    } | family.tiny_metadata()
+    described = Described(architecture, metadata)
+    config = family.Config.from_metadata(described)
+    metadata |= vocabulary(architecture, config.vocabulary)
+    required, _ = family.tensors(config)
+    rng = np.random.default_rng(seed)
+    tensors = {name: _tensor(family, name, _first(shape), rng) for name, shape in required.items()}
+    gguf.write(path, architecture, metadata, tensors)
+
+
+class Described:
+    """Metadata without a file, enough for a family's ``Config.from_metadata``."""
+
+    def __init__(self, architecture, metadata):
+        self.architecture = architecture
+        self.metadata = {"general.architecture": architecture} | metadata
+        self.types = {}
+        self.path = gguf.Path("tiny.gguf")
+        self.tensors = {}
+
+
+def vocabulary(architecture, size):
+    """Tokenizer keys: 256 byte tokens, merges learnt from a short sample, the family's special tokens last."""
+    control, user_defined = SPECIALS[architecture]
+    alphabet = byte_alphabet()
+    merges = learn_merges(SAMPLE, size - 256 - len(control) - len(user_defined))
+    tokens = [*alphabet, *("".join(pair) for pair in merges), *control, *user_defined]
+    types = [NORMAL] * (256 + len(merges)) + [CONTROL] * len(control) + [USER_DEFINED] * len(user_defined)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.eos_token_id": tokens.index(control[0]),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def byte_alphabet():
+    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2), by byte value."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def learn_merges(text, count):
+    """The first ``count`` merges of byte-pair encoding (Sennrich et al. 2016) on ``text``; words keep their leading space."""
+    alphabet = byte_alphabet()
+    words = Counter(tuple(alphabet[b] for b in f" {word}".encode()) for word in text.split())
+    merges = []
+    while len(merges) < count:
+        pairs = Counter()
+        for word, n in words.items():
+            for pair in zip(word, word[1:], strict=False):
+                pairs[pair] += n
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        words = Counter({_merged(word, best): n for word, n in words.items()})
+    return merges
+
+
+def _merged(word, pair):
+    out = []
+    for symbol in word:
+        if out and (out[-1], symbol) == pair:
+            out[-1] += symbol
+        else:
+            out.append(symbol)
+    return tuple(out)
+
+
+def _first(shape):
+    return shape[0] if isinstance(shape[0], tuple) else shape
+
+
+def _tensor(family, name, shape, rng):
+    """Random values by the role that the name tells; a family's ``tiny_tensor`` decides where a role is special."""
+    special = getattr(family, "tiny_tensor", lambda name, shape, rng: None)(name, shape, rng)
+    if special is not None:
+        return special
+    if "norm" in name and name.endswith(".weight"):
+        values = 1 + 0.1 * rng.standard_normal(shape)
+    elif len(shape) == 1 or name.endswith(".bias"):
+        values = 0.1 * rng.standard_normal(shape)
+    else:
+        values = rng.standard_normal(shape) / np.sqrt(shape[-1])
+    return values.astype(np.float32)

@@ -1,0 +1,54 @@
+"""Errors in the OpenAI envelope: one sentence with the field, what was found, what is accepted."""
+
+import falcon
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param``: the field with its path; ``extra``: further keys inside ``error``."""
+
+    def __init__(self, status, message, param=None, code=None, headers=None, **extra):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+        self.extra = extra
+
+
+def bad_request(message, param=None, code=None, **extra):
+    return ApiError(400, message, param, code, **extra)
+
+
+def kind(status):
+    """The OpenAI error type of a status."""
+    return {429: "rate_limit_error"}.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def envelope(status, message, param=None, code=None, **extra):
+    return {"error": {"message": message, "type": kind(status), "param": param, "code": code, **extra}}
+
+
+def render_api_error(req, resp, error, params):
+    resp.status = falcon.code_to_http_status(error.status)
+    resp.media = envelope(error.status, error.message, error.param, error.code, **error.extra)
+    resp.set_headers(error.headers)
+
+
+def render_http_error(req, resp, error, params):
+    """Falcon's own errors (unknown path, method not allowed) in the same envelope."""
+    messages = {
+        404: f"{req.path} does not exist on this server",
+        405: f"{req.method} is not allowed on {req.path}",
+    }
+    resp.status = error.status
+    status = error.status_code
+    resp.media = envelope(status, messages.get(status, error.title or "the request failed"))
+    if error.headers:
+        resp.set_headers(error.headers)
+
+
+def render_failure(req, resp, error, params):
+    """Anything unforeseen: logged with its traceback, answered without."""
+    import logging
+
+    logging.getLogger("ds4server").exception("unhandled error on %s %s", req.method, req.path)
+    resp.status = falcon.HTTP_500
+    resp.media = envelope(500, "the server failed to handle this request")

@@ -1,0 +1,65 @@
+"""Server-sent events framing and the reading end of a job."""
+
+import json
+
+from ..engine import Ended, Failed
+
+KEEP_ALIVE = b": keep-alive\n"
+QUEUED = b": queued\n"
+DONE = b"data: [DONE]\n\n"
+POLL = 0.25  # seconds between two looks at whether the client is still there
+
+
+def data(payload):
+    """One unnamed event."""
+    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def event(name, payload):
+    """One named event."""
+    return f"event: {name}\n".encode() + data(payload)
+
+
+class ClientGone(Exception):
+    """Nobody reads this answer any more."""
+
+
+class Stream:
+    """A response body: the frames of one job. Closing it, even before the first frame, cancels the job."""
+
+    def __init__(self, job, frames):
+        self._job, self._frames = job, frames
+
+    def __iter__(self):
+        return self._frames
+
+    def close(self):
+        self._frames.close()
+        self._job.cancel()
+
+
+def events(job, gone, silence=None):
+    """The job's events as they come, and None whenever ``silence`` seconds passed without one.
+
+    gone: a function that says whether the client has left; then the job is cancelled and :class:`ClientGone` raised.
+    Leaving the iteration early cancels the job too.
+    """
+    wait = POLL if silence is None else min(POLL, silence)
+    quiet = 0.0
+    try:
+        while True:
+            found = job.next(wait)
+            if found is not None:
+                quiet = 0.0
+                yield found
+                if isinstance(found, (Ended, Failed)):
+                    return
+                continue
+            if gone():
+                raise ClientGone
+            quiet += wait
+            if silence is not None and quiet >= silence:
+                quiet = 0.0
+                yield None
+    finally:
+        job.cancel()

@@ -1,0 +1,98 @@
+"""The Falcon application: routes, envelopes, CORS, and the context every resource shares."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import falcon
+
+from ds4ref.conversation import Conversation
+
+from .api import errors, status
+from .api.chat import ChatCompletions
+from .engine import Engine
+from .plan import Plan
+
+ALIASES = {"deepseek4": ("deepseek-v4-flash", "deepseek-v4-pro", "deepseek-chat", "deepseek-reasoner")}
+NO_THINKING = ("-chat", "-no-think", "-nothink")
+THINKING = ("-reasoner",)
+
+
+@dataclass
+class Service:
+    """What the resources of one running server share."""
+
+    engine: Engine
+    conversation: Conversation
+    plan: Plan
+    model_id: str
+    architecture: str
+    vocabulary: int
+    context: int
+    created: int
+    toy: bool = False
+    default_budget: int = 393216
+    keepalive: float = 5.0
+    ignore_eos: bool = False
+    ignore_eos_in_reasoning: bool = False
+    version: str = field(default_factory=lambda: version("ds4"))
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def fingerprint(self):
+        return f"ds4-{self.version}-{self.plan.effective['backend']}"
+
+    @property
+    def names(self):
+        """The advertised id, its variants that switch thinking, and the family's public names."""
+        return {self.model_id, *(self.model_id + s for s in NO_THINKING + THINKING), *ALIASES.get(self.architecture, ())}
+
+    def alias(self, model):
+        """Whether a model name asks for thinking: True, False, or None for names that say nothing."""
+        if model is None or model not in self.names or model == self.model_id:
+            return None
+        if model.endswith(NO_THINKING):
+            return False
+        return True if model.endswith(THINKING) else None
+
+
+class Headers:
+    """Request ids on every POST, CORS where it is on, and OPTIONS on any path."""
+
+    def __init__(self, cors):
+        self._cors = cors
+
+    def process_request(self, req, resp):
+        req.context.request_id = f"req_{secrets.token_hex(12)}"
+        if req.method == "OPTIONS":
+            resp.status = falcon.HTTP_204
+            resp.complete = True
+
+    def process_response(self, req, resp, resource, req_succeeded):
+        if req.method == "POST":
+            resp.set_headers({"x-request-id": req.context.request_id, "request-id": req.context.request_id})
+        if self._cors:
+            resp.set_header("Access-Control-Allow-Origin", "*")
+            resp.set_header("Access-Control-Expose-Headers", "x-request-id, retry-after")
+            if req.method == "OPTIONS":
+                resp.set_header("Access-Control-Allow-Methods", "GET, POST, OPTIONS")
+                resp.set_header("Access-Control-Allow-Headers", req.get_header("Access-Control-Request-Headers") or "*")
+                resp.set_header("Access-Control-Max-Age", "600")
+
+
+def application(service, cors=False):
+    """The WSGI application over ``service``."""
+    app = falcon.App(middleware=[Headers(cors)])
+    app.req_options.strip_url_path_trailing_slash = True
+    app.resp_options.media_handlers[falcon.MEDIA_JSON] = falcon.media.JSONHandler()
+    app.resp_options.default_media_type = "application/json; charset=utf-8"
+    app.add_error_handler(Exception, errors.render_failure)
+    app.add_error_handler(falcon.HTTPError, errors.render_http_error)
+    app.add_error_handler(errors.ApiError, errors.render_api_error)
+    app.add_route("/v1/models", status.Models(service))
+    app.add_route("/v1/models/{name:path}", status.Model(service))
+    app.add_route("/v1/stats", status.Stats(service))
+    app.add_route("/health", status.Health(service))
+    app.add_route("/v1/chat/completions", ChatCompletions(service))
+    return app
