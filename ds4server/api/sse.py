@@ -1,6 +1,7 @@
 """Server-sent events framing and the reading end of a job."""
 
 import json
+import time
 
 from ..engine import Ended, Failed
 
@@ -44,22 +45,22 @@ def events(job, gone, silence=None):
     gone: a function that says whether the client has left; then the job is cancelled and :class:`ClientGone` raised.
     Leaving the iteration early cancels the job too.
     """
-    wait = POLL if silence is None else min(POLL, silence)
-    quiet = 0.0
+    heard = looked = time.monotonic()
     try:
         while True:
-            found = job.next(wait)
+            found = job.next(POLL)
+            now = time.monotonic()
+            if now - looked >= POLL or found is None:
+                looked = now
+                if gone():
+                    raise ClientGone
             if found is not None:
-                quiet = 0.0
+                heard = now
                 yield found
                 if isinstance(found, (Ended, Failed)):
                     return
-                continue
-            if gone():
-                raise ClientGone
-            quiet += wait
-            if silence is not None and quiet >= silence:
-                quiet = 0.0
+            elif silence is not None and now - heard >= silence:
+                heard = now
                 yield None
     finally:
         job.cancel()

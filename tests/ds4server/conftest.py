@@ -1,0 +1,62 @@
+"""A real server process on the embedded artifact, shared by the tests of a session."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+
+@dataclass
+class Server:
+    """A running ``ds4server`` and what it has written to stderr."""
+
+    process: subprocess.Popen
+    url: str = ""
+    lines: list = field(default_factory=list)
+
+    def stop(self, sig=signal.SIGINT):
+        """Send a signal and return the exit code."""
+        self.process.send_signal(sig)
+        return self.process.wait(30)
+
+    def stats(self):
+        return httpx.get(f"{self.url}/v1/stats").json()
+
+
+def launch(*flags):
+    """Start a server on a free port and wait until it listens."""
+    command = [sys.executable, "-m", "ds4server", "--port", "0", *flags]
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env))
+    listening = threading.Event()
+
+    def read():
+        for line in server.process.stderr:
+            server.lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                server.url = found[1]
+                listening.set()
+        listening.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert listening.wait(60) and server.url, "".join(server.lines)
+    return server
+
+
+@pytest.fixture(scope="session")
+def server():
+    running = launch("--ctx", "32768", "--sse-keepalive-seconds", "1")
+    yield running
+    running.process.kill()
+
+
+@pytest.fixture(scope="session")
+def api(server):
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client

@@ -1,0 +1,286 @@
+"""Chat completions against a real server process: the official SDK, the wire, limits, cancellation."""
+
+import json
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from .conftest import launch
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "seed": 7, "ignore_eos": True}
+PATH = "/v1/chat/completions"
+
+
+def chat(api, **fields):
+    return api.post(PATH, json=HELLO | fields)
+
+
+def stream(api, **fields):
+    """(frames, joined reasoning, joined content, finish reason, last chunk with usage)."""
+    with api.stream("POST", PATH, json=HELLO | fields | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        data = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    chunks = [ChatCompletionChunk.model_validate_json(item) for item in data[:-1]]
+    raw = [json.loads(item) for item in data[:-1]]
+    return raw, chunks
+
+
+def joined(raw, name):
+    return "".join(c["choices"][0]["delta"].get(name) or "" for c in raw if c["choices"])
+
+
+def test_the_official_client(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert client.models.list().data[0].id == "ds4-tiny"
+    answer = client.chat.completions.create(
+        model="ds4-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=16, seed=3, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 16 and answer.choices[0].finish_reason == "length"
+    pieces = client.chat.completions.create(
+        model="ds4-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=16, seed=3, stream=True,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = list(pieces)
+    assert chunks[-1].usage.completion_tokens == 16 and chunks[-1].choices == []
+    text = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks if c.choices)
+    assert text == answer.choices[0].message.reasoning_content
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="x", messages=[], temperature=1e9)
+
+
+@pytest.mark.parametrize("think", [True, False])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_streamed_equals_buffered(api, think, temperature):
+    fields = {"max_tokens": 40, "think": think, "temperature": temperature}
+    buffered = chat(api, **fields).json()
+    ChatCompletion.model_validate(buffered)
+    raw, chunks = stream(api, **fields, stream_options={"include_usage": True})
+    message = buffered["choices"][0]["message"]
+    assert joined(raw, "content") == message["content"]
+    assert joined(raw, "reasoning_content") == message.get("reasoning_content", "")
+    finishes = [c["choices"][0]["finish_reason"] for c in raw if c["choices"]]
+    assert finishes[-1] == buffered["choices"][0]["finish_reason"] and set(finishes[:-1]) <= {None}
+    assert raw[-1]["usage"] == buffered["usage"]
+    assert raw[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len({c["id"] for c in raw}) == 1 and all(c["usage"] is None for c in raw[:-1])
+    assert chat(api, **fields).json()["choices"] == buffered["choices"], "the same seed gives the same answer"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3])
+def test_small_budgets_are_exact(api, budget):
+    answer = chat(api, max_tokens=budget).json()
+    assert answer["usage"]["completion_tokens"] == budget and answer["usage"]["prompt_tokens"] > 0
+    assert answer["choices"][0]["finish_reason"] == "length"
+    raw, _ = stream(api, max_tokens=budget)
+    assert [c["choices"][0]["finish_reason"] for c in raw][-1] == "length" and "usage" not in raw[-1]
+
+
+def test_reasoning_is_kept_apart(api):
+    assert "reasoning_content" in chat(api, max_tokens=30, temperature=0).json()["choices"][0]["message"]
+    off = chat(api, max_tokens=30, temperature=0, reasoning_effort="none").json()
+    assert off["choices"][0]["message"]["content"]
+    alias = chat(api, max_tokens=30, temperature=0, model="deepseek-chat").json()
+    assert alias["choices"] == off["choices"] and alias["model"] == "deepseek-chat"
+
+
+def test_stop_strings_end_the_visible_text(api):
+    whole = chat(api, max_tokens=60, temperature=0, think=False).json()["choices"][0]["message"]["content"]
+    stop = whole[5:8]
+    answer = chat(api, max_tokens=60, temperature=0, think=False, stop=["never there", stop]).json()["choices"][0]
+    assert answer["finish_reason"] == "stop" and answer["message"]["content"] == whole[: whole.index(stop)]
+
+
+def test_logprobs_cover_the_visible_text(api):
+    fields = {"max_tokens": 24, "temperature": 0, "think": False, "logprobs": True, "top_logprobs": 3}
+    choice = chat(api, **fields).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    text = b"".join(bytes(e["bytes"]) for e in entries).decode("utf-8", "replace")
+    assert text.rstrip("\ufffd") == choice["message"]["content"].rstrip("\ufffd")
+    assert all(len(e["top_logprobs"]) == 3 and e["logprob"] == e["top_logprobs"][0]["logprob"] for e in entries)
+    raw, _ = stream(api, **fields)
+    streamed = [e for c in raw for e in ((c["choices"][0].get("logprobs") or {}).get("content") or [])]
+    assert streamed == entries
+
+
+def test_logit_bias_bans_and_forces(api):
+    forced = chat(api, max_tokens=4, temperature=0, logit_bias={"65": 100}, return_token_ids=True).json()
+    assert forced["choices"][0]["token_ids"] == [65] * 4
+    assert chat(api, logit_bias={"99999": 1}).json()["error"]["param"] == "logit_bias"
+
+
+def test_tools_are_rendered_and_history_is_accepted(api):
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
+    plain = chat(api, max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert chat(api, max_tokens=1, tools=tools).json()["usage"]["prompt_tokens"] > plain + 50
+    assert chat(api, max_tokens=1, tools=tools, tool_choice="none").json()["usage"]["prompt_tokens"] == plain
+    call = {"id": "call_1", "type": "function", "function": {"name": "tide", "arguments": '{"harbour": "Husum"}'}}
+    history = [
+        {"role": "user", "content": "Husum?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "04:10"},
+    ]
+    assert chat(api, messages=history, tools=tools, max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"stream": "true"}, "stream"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": True}, "seed"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"reasoning_effort": "hard"}, "reasoning_effort"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"think": "yes"}, "think"),
+        ({"n": 2}, "n"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": []}, "functions"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_field(api, fields, param):
+    response = chat(api, **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"  ", b"[]", b"{", b'{"messages": [], x}', b'{"messages": []} x', b'{"a": NaN}', b'{"a": "\\ud83d"}', b'{"a": "\xff"}',
+     b'{"a":' + b"[" * 300 + b"]" * 300 + b"}"],
+)  # fmt: skip
+def test_bodies_that_are_no_json_object(api, raw):
+    response = api.post(PATH, content=raw)
+    assert response.status_code == 400 and "body" in response.json()["error"]["message"]
+    assert response.headers["x-request-id"] == response.headers["request-id"]
+
+
+def test_a_chunked_body_cut_anywhere(api):
+    raw = json.dumps(HELLO | {"max_tokens": 3, "messages": [{"content": "Grüße 漢字"}]}, ensure_ascii=False).encode()
+    response = api.post(PATH, content=(raw[i : i + 7] for i in range(0, len(raw), 7)))
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 3
+
+
+def test_other_paths_and_methods(api):
+    assert api.get("/nope").json()["error"]["type"] == "invalid_request_error"
+    refused = api.get(PATH)
+    assert refused.status_code == 405 and "POST" in refused.headers["allow"]
+    assert api.options("/anything").status_code == 204
+    assert api.head("/health").status_code == 200 and api.get("/health/?x=1").json() == {"status": "ok"}
+    assert api.get("/v1/models/deepseek-reasoner").json()["id"] == "deepseek-reasoner"
+    assert api.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert not [h for h in api.get("/health").headers if h.startswith("access-control")]
+    assert api.post(PATH, content=b"{}", headers={"Content-Encoding": "gzip"}).status_code == 415
+
+
+def test_a_prompt_beyond_the_context(api):
+    error = chat(api, messages=[{"content": "word " * 40000}], stream=True).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["n_ctx"] == 32768 <= error["n_prompt_tokens"]
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", ["stream", "buffered", "prefill"])
+def test_a_client_that_leaves_frees_the_engine(server, mode):
+    before = server.stats()["requests"]["canceled"]
+    content = "word " * 8000 if mode == "prefill" else "Hello"
+    body = json.dumps(HELLO | {"messages": [{"content": content}], "stream": mode != "buffered", "max_tokens": 30000}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: server.stats()["banks"]["busy"] == 1)
+        if mode == "stream":
+            assert b"200 OK" in connection.recv(65536)
+    wait_for(lambda: server.stats()["requests"]["canceled"] == before + 1)
+    wait_for(lambda: server.stats()["banks"]["busy"] == 0)
+    decoded = server.stats()["tokens"]
+    time.sleep(0.3)
+    assert server.stats()["tokens"] == decoded
+
+
+def test_a_waiting_stream_is_told_and_kept_alive(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    first = httpx.Client(base_url=server.url, timeout=60)
+    with first.stream("POST", PATH, json=HELLO | {"stream": True, "max_tokens": 30000}) as running:
+        pieces = running.iter_raw()  # kept: closing the iterator closes the connection
+        next(pieces)
+        with httpx.stream("POST", server.url + PATH, json=HELLO | {"stream": True, "max_tokens": 1}, timeout=60) as waiting:
+            seen = ""
+            for piece in waiting.iter_text():
+                seen += piece
+                if seen.count(": keep-alive\n") == 2:
+                    break
+            assert seen == ": queued\n" + ": keep-alive\n" * 2
+            assert server.stats()["queue_depth"] == 1
+    wait_for(lambda: server.stats()["requests"]["inflight"] == 0)
+
+
+def test_a_full_queue_is_429_and_ctrl_c_ends_cleanly():
+    server = launch("--max-queue", "0", "--grace-seconds", "0.2", "--cors")
+    with httpx.stream("POST", server.url + PATH, json=HELLO | {"stream": True}, timeout=60) as running:
+        pieces = running.iter_text()
+        next(pieces)
+        refused = httpx.post(server.url + PATH, json=HELLO)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert refused.headers["retry-after"] and refused.headers["access-control-allow-origin"] == "*"
+        rest = []
+        reader = threading.Thread(target=lambda: rest.extend(pieces))
+        reader.start()
+        assert server.stop(signal.SIGINT) == 0
+        reader.join(10)
+    assert "shutting down" in "".join(rest) or "[DONE]" not in "".join(rest)
+    assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_answers_do_not_depend_on_company(api):
+    alone = [chat(api, max_tokens=12, seed=s).json()["choices"] for s in range(4)]
+    together = [None] * 4
+
+    def ask(s):
+        together[s] = httpx.post(str(api.base_url).rstrip("/") + PATH, json=HELLO | {"max_tokens": 12, "seed": s}, timeout=60).json()
+
+    threads = [threading.Thread(target=ask, args=(s,)) for s in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer["choices"] for answer in together] == alone
+
+
+def test_stats_tell_what_happened(server, api):
+    answer = chat(api, max_tokens=3)
+    stats = server.stats()
+    last = stats["last_request"]
+    assert last["completion_tokens"] == 3 and last["reuse_kind"] == "cold" and last["effective_lane"] == "serial"
+    assert last["request_id"] == answer.headers["x-request-id"]
+    assert stats["serving"]["effective"]["backend"] in ("reference", "jax")
+    assert "Hello" not in json.dumps(stats)
