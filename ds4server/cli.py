@@ -165,6 +165,8 @@ def _listen(args, service):
         )
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigurationError(f"--host {args.host} is no address of this machine") from None
     service.engine.start()
     signal.signal(signal.SIGTERM, _interrupt)
     log.info("%s: %s on the %s backend, context %d", service.model_id, service.architecture,

@@ -40,14 +40,12 @@ def joined(raw, name):
 def test_the_official_client(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     assert client.models.list().data[0].id == "ds4-tiny"
-    answer = client.chat.completions.create(
-        model="ds4-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=16, seed=3, extra_body={"ignore_eos": True}
-    )
+    asked = {"model": "ds4-tiny", "messages": HELLO["messages"], "max_tokens": 16, "seed": 3}
+    answer = client.chat.completions.create(**asked, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16 and answer.choices[0].finish_reason == "length"
     pieces = client.chat.completions.create(
-        model="ds4-tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=16, seed=3, stream=True,
-        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-    )  # fmt: skip
+        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+    )
     chunks = list(pieces)
     assert chunks[-1].usage.completion_tokens == 16 and chunks[-1].choices == []
     text = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks if c.choices)
@@ -169,8 +167,8 @@ def test_mistakes_name_the_field(api, fields, param):
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"  ", b"[]", b"{", b'{"messages": [], x}', b'{"messages": []} x', b'{"a": NaN}', b'{"a": "\\ud83d"}', b'{"a": "\xff"}',
-     b'{"a":' + b"[" * 300 + b"]" * 300 + b"}"],
+    [b"", b"  ", b"[]", b"{", b'{"messages": [], x}', b'{"messages": []} x', b'{"a": NaN}', b'{"a": "\\ud83d"}',
+     b'{"a": "\xff"}', b'{"a":' + b"[" * 300 + b"]" * 300 + b"}"],
 )  # fmt: skip
 def test_bodies_that_are_no_json_object(api, raw):
     response = api.post(PATH, content=raw)
@@ -264,9 +262,10 @@ def test_a_full_queue_is_429_and_ctrl_c_ends_cleanly():
 def test_answers_do_not_depend_on_company(api):
     alone = [chat(api, max_tokens=12, seed=s).json()["choices"] for s in range(4)]
     together = [None] * 4
+    url = str(api.base_url).rstrip("/") + PATH
 
     def ask(s):
-        together[s] = httpx.post(str(api.base_url).rstrip("/") + PATH, json=HELLO | {"max_tokens": 12, "seed": s}, timeout=60).json()
+        together[s] = httpx.post(url, json=HELLO | {"max_tokens": 12, "seed": s}, timeout=60).json()
 
     threads = [threading.Thread(target=ask, args=(s,)) for s in range(4)]
     for thread in threads:
