@@ -8,7 +8,6 @@ Knows nothing about chat formats: whoever renders a prompt says which of its cha
 special token is read there. Knows the ids that end a turn only as far as the artifact names them.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,12 +91,14 @@ class Tokenizer:
         one run, whatever spans it is made of, so pieces merge across the spans' ends.
         ValueError for a span outside the text and for an unpaired surrogate.
         """
+        if lone := re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"character {lone.start()} of the text is an unpaired surrogate, U+{ord(lone.group()):04X}")
         regions = _outside(plain, len(text)) if parse_special else []
         ids = []
         for run, marker in _cut(text, self._markers, regions):
             for words, blank in _cut(run, self._blanks, [(0, len(run))]):
                 if words:
-                    ids += self._merge(words)
+                    ids += self._core.encode(words, add_special_tokens=False).ids
                 if blank is not None:
                     ids.append(self.specials[blank])
             if marker is not None:
@@ -121,9 +122,10 @@ class Tokenizer:
             return b""
         if kind == BYTE:
             return bytes([_byte_value(text)])
-        if kind == NORMAL and all(character in VALUE for character in text):
-            return bytes(VALUE[character] for character in text)
-        return text.encode()
+        try:
+            return text.encode() if kind != NORMAL else bytes(map(VALUE.__getitem__, text))
+        except KeyError:  # an added token that the converter did not mark: its text is not in the byte alphabet
+            return text.encode()
 
     def piece(self, id: int) -> str:
         """The entry as the vocabulary stores it. ValueError for an id outside the vocabulary."""
@@ -140,14 +142,6 @@ class Tokenizer:
         self.piece(id)
         return self.types[id] in (CONTROL, UNKNOWN)
 
-    def _merge(self, words):
-        """Ids of text without special tokens."""
-        try:
-            return self._core.encode(words, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            found = f"U+{ord(words[error.start]):04X}"
-            raise ValueError(f"the text has an unpaired surrogate {found}; only Unicode characters can be encoded") from None
-
 
 class Detokenizer:
     """Token ids to text, one at a time, never ending inside a character.
@@ -159,7 +153,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer | None = None, *, skip_control: bool = True):
         """``tokenizer`` may be None where only ``feed_bytes`` is used."""
         self._tokenizer, self._skip = tokenizer, skip_control
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
 
     def feed(self, id: int) -> str:
         """The characters that this token completes. ValueError for an id outside the vocabulary."""
@@ -169,12 +163,32 @@ class Detokenizer:
 
     def feed_bytes(self, data: bytes) -> str:
         """The characters that these bytes complete."""
-        return self._decoder.decode(data)
+        data = self._held + data
+        complete = len(data) - _beginning(data)
+        self._held = data[complete:]
+        return data[:complete].decode("utf-8", "replace")
 
     def flush(self) -> str:
         """End of the answer: an incomplete character is dropped, so there is never anything left to say."""
-        self._decoder.reset()
+        self._held = b""
         return ""
+
+
+# Well-formed UTF-8 (Unicode, table 3-7): length by lead byte, and the second byte's range where it is not 80 to BF.
+_LENGTH = dict.fromkeys(range(0xC2, 0xE0), 2) | dict.fromkeys(range(0xE0, 0xF0), 3) | dict.fromkeys(range(0xF0, 0xF5), 4)
+_SECOND = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+
+
+def _beginning(data):
+    """How many bytes at the end of ``data`` begin a character that further bytes could complete: 0 to 3."""
+    for n in range(1, min(3, len(data)) + 1):
+        lead, rest = data[-n], data[len(data) - n + 1 :]
+        if lead in _LENGTH:
+            low, high = _SECOND.get(lead, (0x80, 0xBF))
+            return n if n < _LENGTH[lead] and (not rest or low <= rest[0] <= high) else 0
+        if not 0x80 <= lead <= 0xBF:
+            return 0
+    return 0
 
 
 def _index(tokens, types, where):
