@@ -76,6 +76,7 @@ class Generation:
         self._counts = Counts(self.vocabulary or self.tokenizer.vocab_size, self.prompt) if self.params.penalised else None
         self._detokenizer = Detokenizer(self.tokenizer)
         self._stops = StopStrings(self.stop_strings)
+        self._special = frozenset(self.tokenizer.specials.values())
         self._reasoning = self.tracker is not None and self.tracker.is_open
         self._visible = 0  # characters of visible text produced, before stop strings hold any back
         self._delivered = 0
@@ -106,6 +107,8 @@ class Generation:
         parsed = self._parse(token)
         if parsed:
             self._reasoning = isinstance(parsed[-1], Reasoning)
+        if token in self._special and not any(isinstance(e, Text) and self.tokenizer.piece(token) in e.text for e in parsed):
+            self._unplaced = [entry for entry in self._unplaced if entry.token != token]  # markup, not text
         self.reasoning_tokens += self._reasoning or any(isinstance(event, Reasoning) for event in parsed)
         events = self._visible_events(parsed)
         if self.matched_stop is not None:

@@ -23,6 +23,20 @@ def sinkhorn(logits, iterations, eps):
     return c
 
 
+def sinkhorn_exp(logits, iterations, bound=20.0, floor=1e-8):
+    """Sinkhorn normalisation as Motif-3 has it. logits: [N, N] → [N, N], columns sum to 1, rows nearly.
+
+    ``exp`` of the logits clipped to ±bound, then ``iterations`` pairs of row step and column step; every divisor is
+    max(sum, floor).
+    """
+    floor = logits.dtype.type(floor)
+    m = np.exp(np.clip(logits, -bound, bound))
+    for _ in range(iterations):
+        m = m / np.maximum(np.sum(m, axis=1, keepdims=True), floor)
+        m = m / np.maximum(np.sum(m, axis=0, keepdims=True), floor)
+    return m
+
+
 def connect(streams, fn, base, scale, iterations, eps, norm_eps):
     """The mixing weights of one site. streams: [N, D], fn: [2N + N², N·D], base: [2N + N²], scale: [3].
 

@@ -125,16 +125,24 @@ class _Ring:
         self.kind = kind
         self.length = 0
         self._start = 0
-        self._data = np.zeros((kind.window, *kind.shape), dtype)
+        self._data = np.empty((0, *kind.shape), dtype)  # slots; grows up to the window
 
     def append(self, row):
-        self._data[self.length % self.kind.window] = row
+        if self.length - self._start == len(self._data) < self.kind.window:
+            self._fill(self.rows(), min(self.kind.window, max(16, 2 * len(self._data))))
+        self._data[self.length % len(self._data)] = row
         self.length += 1
         self._start = max(self._start, self.length - self.kind.window)
 
+    def _fill(self, rows, slots):
+        """Hold ``rows``, which end at the current length, in so many slots."""
+        self._data = np.empty((slots, *self.kind.shape), self._data.dtype)
+        if slots:
+            self._data[np.arange(self.length - len(rows), self.length) % slots] = rows
+
     def rows(self):
         """The held rows in position order, [≤ window, *shape]; the last is the newest."""
-        return self._data[np.arange(self._start, self.length) % self.kind.window]
+        return self._data[np.arange(self._start, self.length) % max(1, len(self._data))]
 
     def can_truncate(self, n):
         return n <= self.length and self._start <= max(0, n - self.kind.window + 1)
@@ -154,7 +162,7 @@ class _Ring:
         rows = _checked(arrays, name, least, min(length, self.kind.window), self.kind.shape, self._data.dtype)
         self.length = length
         self._start = length - len(rows)
-        self._data[np.arange(self._start, length) % self.kind.window] = rows
+        self._fill(rows, len(rows))
 
 
 class _Recurrent:

@@ -9,8 +9,7 @@ import numpy as np
 
 from . import families, gguf
 from .gguf import ArtifactError
-
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of the GGUF vocabulary
+from .tokenizer import ALPHABET, CONTROL, NORMAL, USER_DEFINED
 
 # What the chat protocols need of a vocabulary, in the order of the ids: (control tokens, user-defined tokens). The first
 # control token ends a turn.
@@ -63,9 +62,8 @@ class Described:
 def vocabulary(architecture, size):
     """Tokenizer keys: 256 byte tokens, merges learnt from a short sample, the family's special tokens last."""
     control, user_defined = SPECIALS[architecture]
-    alphabet = byte_alphabet()
     merges = learn_merges(SAMPLE, size - 256 - len(control) - len(user_defined))
-    tokens = [*alphabet, *("".join(pair) for pair in merges), *control, *user_defined]
+    tokens = [*ALPHABET, *("".join(pair) for pair in merges), *control, *user_defined]
     types = [NORMAL] * (256 + len(merges)) + [CONTROL] * len(control) + [USER_DEFINED] * len(user_defined)
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -77,17 +75,9 @@ def vocabulary(architecture, size):
     }
 
 
-def byte_alphabet():
-    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2), by byte value."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
 def learn_merges(text, count):
     """The first ``count`` merges of byte-pair encoding (Sennrich et al. 2016) on ``text``; words keep their leading space."""
-    alphabet = byte_alphabet()
-    words = Counter(tuple(alphabet[b] for b in f" {word}".encode()) for word in text.split())
+    words = Counter(tuple(ALPHABET[b] for b in f" {word}".encode()) for word in text.split())
     merges = []
     while len(merges) < count:
         pairs = Counter()

@@ -19,6 +19,12 @@ GOLDEN = Path(__file__).parent
 SHARED = Path(os.environ.get("DS4_SHARED", GOLDEN.parent.parent / "shared")) / "oracle"
 
 
+def available(arch, name):
+    """Where a golden file lies: in the repository, else in the shared folder, else None."""
+    found = [folder / arch / name for folder in (GOLDEN, SHARED) if (folder / arch / name).exists()]
+    return found[0] if found else None
+
+
 @dataclass(frozen=True)
 class Run:
     """One artifact with its independent logits."""
@@ -33,9 +39,8 @@ class Run:
 
     def path(self, name):
         """Where a file of this run lies; skips the test when only the absent shared folder has it."""
-        for folder in (GOLDEN, SHARED):
-            if (folder / self.arch / name).exists():
-                return folder / self.arch / name
+        if (found := available(self.arch, name)) is not None:
+            return found
         pytest.skip(f"{self.arch}/{name} is not in golden/ and the shared oracle folder is absent")
 
     def arrays(self, name):
