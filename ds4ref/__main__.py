@@ -309,7 +309,12 @@ def _biases(pairs):
 
 
 def write_tiny(args):
-    tiny.write(args.architecture, args.output, args.seed)
+    if args.seed < 0:
+        raise UsageError(f"--seed must be at least 0, got {args.seed}")
+    try:
+        tiny.write(args.architecture, args.output, args.seed)
+    except OSError as error:
+        raise UsageError(f"--output {args.output}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

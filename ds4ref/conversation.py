@@ -29,6 +29,7 @@ class Conversation:
             self.chat = chat.for_artifact(artifact.metadata, specials, artifact.path.name)
         except chat.ChatError as error:
             raise ArtifactError(f"{artifact.path.name}: {error}") from None
+        # A turn marker that the model writes by itself ends its turn too: it is masked and stops like the end token.
         named = (tokenizer.id_of(text) for text in self.chat.protocol.STOPS)
         ends = (tokenizer.eos_id, *tokenizer.eot_ids, *named)
         self.end_ids = frozenset(i for i in ends if i is not None)
@@ -58,11 +59,14 @@ class Conversation:
                    stream=False, choice=0, vocabulary=None, single=False):  # fmt: skip
         """The answer to ``ids``: parsed by the chat protocol when ``prompt`` is the rendered prompt, raw text when None."""
         parser = tracker = None
+        markers = frozenset()
         if prompt is not None:
+            markers = frozenset(self.chat.protocol.MARKERS)
             parser = self.chat.parser(prompt, tools, stream=stream, single=single)
             opening, closing = self.chat.protocol.REASONING
-            tracker = ReasoningTracker((opening.encode(),), (closing.encode(),), prompt.thinking)
+            if opening:
+                tracker = ReasoningTracker((opening.encode(),), (closing.encode(),), prompt.thinking)
         return Generation(
             self.tokenizer, list(ids), params, budget, context, StopPolicy(self.end_ids, eos=eos), parser,
-            tuple(stop_strings), tracker, choice, vocabulary,
+            markers, tuple(stop_strings), tracker, choice, vocabulary,
         )  # fmt: skip

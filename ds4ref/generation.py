@@ -57,6 +57,8 @@ class Generation:
     context: int
     policy: StopPolicy
     parser: object = None
+    markers: frozenset[str] = frozenset()
+    """Special tokens, by their text, that the parser reads."""
     stop_strings: tuple[str, ...] = ()
     tracker: ReasoningTracker | None = None
     choice: int = 0
@@ -121,13 +123,17 @@ class Generation:
 
     def _parse(self, token):
         """The parser's events for one token."""
-        if self.parser is None:
-            text = self._detokenizer.feed(token)
-            return [Text(text)] if text else []
         literal = self.tokenizer.piece(token)
-        if literal in getattr(self.parser, "MARKERS", ()):
-            return self.parser.mark(literal)
+        if token in self._special and literal in self.markers:
+            # Vocabularies differ in whether they give such a token a text of its own; the parser needs it either way.
+            text = self._detokenizer.feed_bytes(literal.encode())
+            if not hasattr(self.parser, "mark"):
+                return self.parser.feed(text)
+            before = text.removesuffix(literal)
+            return (self.parser.feed(before) if before else []) + self.parser.mark(literal)
         text = self._detokenizer.feed(token)
+        if self.parser is None:
+            return [Text(text)] if text else []
         return self.parser.feed(text) if text else []
 
     def _visible_events(self, events):

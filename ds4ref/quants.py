@@ -97,7 +97,7 @@ def nbytes(type, shape):
     """Bytes of a tensor of ``shape`` (numpy order). ValueError unless the last axis is a whole number of blocks."""
     values, size = BLOCK[type]
     if shape[-1] % values:
-        raise ValueError(f"the last axis holds {shape[-1]} values, {type.name} needs a multiple of {values}")
+        raise ValueError(f"the last axis has {shape[-1]} values; {TensorType(type).name} needs a multiple of {values}")
     return prod(shape) // values * size
 
 
@@ -108,8 +108,9 @@ def dequantize(data, type, shape, dtype=np.float32):
     keep their own type. The result may be a view of ``data``, and is read-only where ``data`` is.
     ValueError where ``data`` has another length.
     """
-    if data.size != nbytes(type, shape):
-        raise ValueError(f"{type.name} {list(shape)} takes {nbytes(type, shape)} bytes, not {data.size}")
+    type = TensorType(type)
+    if data.size != (size := nbytes(type, shape)):
+        raise ValueError(f"{type.name} {list(shape)} takes {size} bytes, not {data.size}")
     with np.errstate(all="ignore"):  # infinities and NaNs in the file are values like any other
         if type in PLAIN:
             values = data.view(PLAIN[type])

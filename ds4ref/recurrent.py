@@ -8,7 +8,7 @@ Letters: H heads, d key width, v value width, C channels, K taps.
 
 import numpy as np
 
-from .ops import sigmoid, silu, unit_norm
+from .ops import sigmoid, silu, softplus, unit_norm
 
 
 def short_conv(rows, taps):
@@ -54,3 +54,18 @@ def associate(memory, q, k, v, beta, decay):
     state, out = delta_rule(memory.value, q, unit_norm(k), v, beta, decay)
     memory.replace(state)
     return out
+
+
+def gated_delta(memory, qkv, a, b, rate, bias, key_head):
+    """The heads of a Gated DeltaNet block at one token: from convolved channels to what the output norm takes. → [H, v].
+
+    qkv: [2·G·d + H·v], channels of the queries and keys of G key heads, then of H values. a, b, rate, bias: [H];
+    ``decay = exp(rate · softplus(a + bias))`` with rate < 0, ``beta = σ(b)``. key_head: int [H], which key head a value
+    head reads.
+    """
+    heads, d, width = memory.kind.shape
+    keys = (len(qkv) - heads * width) // 2
+    q, k, v = np.split(qkv, (keys, 2 * keys))
+    decay = np.exp(rate * softplus(a + bias))
+    q, k = q.reshape(-1, d)[key_head], k.reshape(-1, d)[key_head]
+    return associate(memory, q, k, v.reshape(heads, width), sigmoid(b), decay[:, None])

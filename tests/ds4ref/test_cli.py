@@ -142,6 +142,8 @@ def test_arguments_that_do_not_fit_are_one_sentence(folder, capsys):
     assert "--ctx must be from 1 to 65536" in fails(capsys, *generate, "--ctx", "65537")
     assert "temperature must be a number from 0 to 100" in fails(capsys, *generate, "--temperature", "-1")
     assert "logit_bias" in fails(capsys, *generate, "--logit-bias", "600=1")
+    assert "cannot be written" in fails(capsys, "tiny", "deepseek4", "-o", folder / "no" / "x.gguf")
+    assert "unknown architecture 'x' (known: " in fails(capsys, "tiny", "x", "-o", folder / "x.gguf")
     assert "ID=BIAS" in fails(capsys, *generate, "--logit-bias", "a")
     (folder / "bad.json").write_text("{")
     assert "not a JSON request" in fails(capsys, "render", "-m", model, folder / "bad.json")

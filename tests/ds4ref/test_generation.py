@@ -9,9 +9,11 @@ from ds4ref import tiny
 from ds4ref.chat import Options, Text, collect
 from ds4ref.conversation import Conversation
 from ds4ref.generation import run
+from ds4ref.gguf import Artifact
 from ds4ref.model import Model
 from ds4ref.sampling import SamplingParams
 from ds4ref.stop import Finish
+from ds4ref.tokenizer import CONTROL, USER_DEFINED
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +190,17 @@ def test_run_computes_the_prompt_once(model, conversation):
     tokens = [step.token for step in run(model, state, generation, progress=lambda done, total: seen.append((done, total)))]
     assert state.tokens == ids + tokens[:-1] and seen[-1] == (len(ids), len(ids))
 
+
+
+def test_markers_typed_as_control_tokens_still_reach_the_parser(tmp_path):
+    """Converters differ: the same marker is a user-defined token here and a control token, without text, there."""
+    path = tmp_path / "control.gguf"
+    tiny.write("deepseek4", path, seed=5)
+    artifact = Artifact.open(path)
+    kinds = artifact.metadata["tokenizer.ggml.token_type"]
+    artifact.metadata["tokenizer.ggml.token_type"] = np.where(kinds == USER_DEFINED, CONTROL, kinds)
+    conversation = Conversation(artifact)
+    tape = [*b"hm \xe6", *spell(conversation, "</think>", "so")]
+    _, steps = play(conversation, tape, thinking=True)
+    message = answer(steps)
+    assert (message.reasoning, message.text) == ("hm \ufffd", "so")
