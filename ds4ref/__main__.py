@@ -132,8 +132,9 @@ def options_of(pairs):
     return options
 
 
-def _open(args):
-    return Model.open(args.model, np.dtype(args.dtype).type, **options_of(args.option))
+def _open(args, context=None):
+    options = options_of(args.option)
+    return Model.open(args.model, np.dtype(args.dtype).type, context=options.pop("context", context), **options)
 
 
 def _ids(path, model):
@@ -218,7 +219,7 @@ def render(args):
 
 
 def generate(args):
-    model = _open(args)
+    model = _open(args, args.ctx)
     if not 1 <= args.ctx <= model.context_cap:
         raise UsageError(f"--ctx must be from 1 to {model.context_cap} for this file, got {args.ctx}")
     if args.tokens < 0:

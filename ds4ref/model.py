@@ -24,17 +24,23 @@ class Model:
     dtype: type = np.float32
 
     @classmethod
-    def open(cls, path, dtype=np.float32, **options):
+    def open(cls, path, dtype=np.float32, *, context=None, **options):
         """Open a GGUF of a known family. ``options`` are the family's own switches (see its ``OPTIONS``).
+
+        context: tokens that sequences are to have, for the families whose rotary table depends on it; the others do
+        not look at it (``context_cap`` says what a sequence can have).
 
         ArtifactError, one sentence, for anything wrong with the file: unknown architecture, missing or misshapen tensors,
         metadata out of range.
         """
-        return cls.from_artifact(Artifact.open(path), dtype, **options)
+        return cls.from_artifact(Artifact.open(path), dtype, context=context, **options)
 
     @classmethod
-    def from_artifact(cls, artifact, dtype=np.float32, **options):
+    def from_artifact(cls, artifact, dtype=np.float32, *, context=None, **options):
+        """:meth:`open` for an artifact that is already open."""
         family = families.of(artifact)
+        if context is not None and "context" in family.OPTIONS:
+            options["context"] = context
         if unknown := sorted(options.keys() - family.OPTIONS.keys()):
             accepted = ", ".join(sorted(family.OPTIONS)) or "none"
             name = f"{artifact.path.name}: architecture {artifact.architecture!r}"

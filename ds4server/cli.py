@@ -85,7 +85,7 @@ def _serve(args, stack):
     path, toy = _model_path(args, stack)
     artifact = stack.enter_context(Artifact.open(path))
     backend = backends.choose(args.backend, artifact.architecture)
-    model = Model.from_artifact(artifact)
+    model = Model.from_artifact(artifact, context=args.ctx if args.ctx > 0 else None)
     plan = resolve(
         family=artifact.architecture, ctx=args.ctx, context_cap=model.context_cap, backend_requested=args.backend,
         backend=backend, toy=toy,

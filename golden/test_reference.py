@@ -26,7 +26,9 @@ def test_trace(run):
     if run.trace is None:
         pytest.skip("this oracle has no trace")
     expected = run.arrays(run.trace)
-    model = reference(run)
+    # Intermediates reach magnitudes where float32 alone is off by more than the logits' tolerance; in float64 they are not.
+    model = reference(run, np.float32 if run.float64 is None else np.float64)
+    tolerance = run.tolerance if run.float64 is None else 5 * run.float64
     traced = {}
     for suffix, case in (("", "short"), ("_long", "long")):
         names = {name for name in expected if name.endswith("_long") == bool(suffix) and name != "tokens"}
@@ -47,7 +49,7 @@ def test_trace(run):
             assert [_visible(row, t) for t, row in enumerate(array)] == [_visible(row, t) for t, row in enumerate(seen)], name
         else:
             ours = seen[-1] if kind == "comp" else np.stack(seen)
-            assert np.max(np.abs(ours - array), initial=0) <= run.tolerance, name
+            assert np.max(np.abs(ours - array), initial=0) <= tolerance, name
 
 
 def _visible(row, position):

@@ -6,9 +6,29 @@ switches.
 """
 
 from ..gguf import ArtifactError
-from . import deepseek4
+from . import (
+    bailingmoe3,
+    deepseek4,
+    dots3note,
+    exaone_moe,
+    glm5_next,
+    glm_dsa,
+    inkling,
+    k2_horizon,
+    mimo2,
+    motif3,
+    naive_n05_flash,
+    qwen4exp,
+    qwen35,
+    solar_open2,
+    step35,
+)
 
-FAMILIES = {name: module for module in (deepseek4,) for name in module.ARCHITECTURES}
+MODULES = (
+    bailingmoe3, deepseek4, dots3note, exaone_moe, glm5_next, glm_dsa, inkling, k2_horizon, mimo2, motif3,
+    naive_n05_flash, qwen35, qwen4exp, solar_open2, step35,
+)  # fmt: skip
+FAMILIES = {name: module for module in MODULES for name in module.ARCHITECTURES}
 
 
 def of(artifact):

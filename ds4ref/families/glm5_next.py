@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import hyper, moe
 from ..attention import attend_latent
-from ..gguf import Keys
+from ..gguf import ArtifactError, Keys
 from ..indexer import index_scores, select
 from ..ops import layer_norm, rms_norm, sigmoid, softmax
 from ..recurrent import associate, bounded_decay, convolve
@@ -92,13 +92,13 @@ class Config:
         layers = blocks - predictors
         heads = k.int("attention.head_count", lo=1)
         experts = k.int("expert_count", lo=1)
-        if "glm5-next.layer_types" in artifact.metadata:
+        if k.has("layer_types"):
             own = _published_keys(k, blocks, layers)
-        elif "glm5-next.attention.head_count_kv" in artifact.metadata:
-            own = _llamacpp_keys(k, artifact, blocks, layers, heads)
+        elif k.has("attention.head_count_kv"):
+            own = _llamacpp_keys(k, blocks, layers, heads)
         else:
-            accepted = "layer_types (published layout) or attention.head_count_kv (llama.cpp's layout)"
-            raise k.error("layer_types", "nothing", accepted)
+            accepted = "'glm5-next.layer_types' (published layout) or 'glm5-next.attention.head_count_kv' (llama.cpp's layout)"
+            raise ArtifactError(f"{artifact.path.name}: no key tells the layers' kinds; expected {accepted}")
         config = cls(
             **own,
             layers=layers,
@@ -140,9 +140,7 @@ class Config:
 
 def _published_keys(k, blocks, layers):
     """Fields whose keys only the published layout has."""
-    kinds = k.ints("layer_types", n=blocks)
-    if odd := [kind for kind in kinds if kind not in (0, 1)]:
-        raise k.error("layer_types", odd[0], "0 (KDA) or 1 (latent attention) per block")
+    kinds = k.ints("layer_types", n=blocks, lo=0, hi=1)  # 0 KDA, 1 latent attention
     limit = k.float("swiglu_limit", lo=0.0)
     k.int("trunk_block_count", default=layers, lo=layers, hi=layers)
     k.int("attention.rope_dimension_count", default=0, lo=0, hi=0)
@@ -162,23 +160,21 @@ def _published_keys(k, blocks, layers):
     }
 
 
-def _llamacpp_keys(k, artifact, blocks, layers, heads):
+def _llamacpp_keys(k, blocks, layers, heads):
     """Fields whose keys only llama.cpp's layout has. Its list of indexer kinds, true for full, is optional."""
-    kinds = k.ints("attention.head_count_kv", n=blocks)
-    if odd := [kind for kind in kinds if kind not in (0, 1)]:
-        raise k.error("attention.head_count_kv", odd[0], "0 (KDA) or 1 (latent attention) per block")
+    kinds = k.ints("attention.head_count_kv", n=blocks, lo=0, hi=1)  # 0 KDA, 1 latent attention
     full = (True,) * layers
-    if "glm5-next.attention.indexer.types" in artifact.metadata:
+    if k.has("attention.indexer.types"):
         full = k.bools("attention.indexer.types", n=layers, at_least=True)[:layers]
-        if 1 in kinds[:layers] and not full[kinds.index(1)]:
-            raise k.error("attention.indexer.types", "a first latent-attention layer that shares", "one that is full (true)")
+        if 1 in kinds[:layers] and not full[first := kinds.index(1)]:
+            raise k.error(f"attention.indexer.types[{first}]", False, "true: no latent attention below has a choice to share")
     rank = k.int("attention.kv_lora_rank", lo=1)
     k.int("attention.key_length", default=rank, lo=rank, hi=rank)
     k.int("attention.value_length", default=rank, lo=rank, hi=rank)
     k.int("rope.dimension_count", default=0, lo=0, hi=0)
     if not k.bool("attention.indexer.kpool_select_tail", default=True):
         raise k.error("attention.indexer.kpool_select_tail", False, "true")
-    clamp = k.floats("swiglu_clamp_exp", n=blocks)
+    clamp = k.floats("swiglu_clamp_exp", n=blocks, lo=0.0)
     return {
         "llamacpp": True,
         "latent": tuple(kind == 1 for kind in kinds),
@@ -191,7 +187,7 @@ def _llamacpp_keys(k, artifact, blocks, layers, heads):
         "value_width": k.int("attention.value_length_mla", lo=1),
         "pool": k.int("attention.indexer.kpool", lo=1),
         "clamp_routed": clamp,
-        "clamp_shared": k.floats("swiglu_clamp_shexp", n=blocks, default=clamp),
+        "clamp_shared": k.floats("swiglu_clamp_shexp", n=blocks, default=clamp, lo=0.0),
     }
 
 

@@ -73,7 +73,7 @@ class Config:
             nope=key_width - rotary,
             rotary=rotary,
             value_width=k.int("attention.value_length_mla", lo=1),
-            full=_full_layers(k, artifact, layers, context),
+            full=_full_layers(k, layers, context),
             index_heads=k.int("attention.indexer.head_count", lo=1),
             index_width=k.int("attention.indexer.key_length", lo=rotary),
             index_top_k=k.int("attention.indexer.top_k", lo=1),
@@ -88,6 +88,8 @@ class Config:
             expert_scale=k.float("expert_weights_scale", default=1.0),
             predictors=predictors,
         )
+        if rotary % 2:
+            raise k.error("rope.dimension_count", rotary, "an even number")
         row = config.kv_rank + rotary
         k.int("attention.head_count_kv", default=1, lo=1, hi=1)
         k.int("attention.key_length", default=row, lo=row, hi=row)
@@ -98,25 +100,23 @@ class Config:
         k.str("rope.scaling.type", default="none", choices=("none",))
         if not k.bool("expert_weights_norm", default=True):
             raise k.error("expert_weights_norm", False, "true")
-        if rotary % 2:
-            raise k.error("rope.dimension_count", rotary, "an even number")
         return config
 
 
-def _full_layers(k, artifact, layers, context):
+def _full_layers(k, layers, context):
     """Which layers choose tokens themselves: the file's list, else its schedule, else what the released models do.
 
     A schedule of frequency f and offset o makes layer i full where ``max(i − o + 1, 0) % f = 0``. Files without either
     are GLM-5.2 (frequency 4, offset 3) where the context is a million tokens; older models choose in every layer.
     """
-    if "glm-dsa.attention.indexer.types" in artifact.metadata:
+    if k.has("attention.indexer.types"):
         full = k.bools("attention.indexer.types", n=layers, at_least=True)[:layers]
         if not full[0]:
-            raise k.error("attention.indexer.types", "a first layer that shares", "a first layer that is full (true)")
+            raise k.error("attention.indexer.types[0]", False, "true: the first layer has no choice to share")
         return full
-    named = [key for key in ("top_k_freq", "top_k_frequency") if f"glm-dsa.attention.indexer.{key}" in artifact.metadata]
+    named = [key for key in ("attention.indexer.top_k_freq", "attention.indexer.top_k_frequency") if k.has(key)]
     if named:
-        frequency = k.int(f"attention.indexer.{named[0]}", lo=1)
+        frequency = k.int(named[0], lo=1)
         offset = k.int("attention.indexer.skip_top_k_offset", lo=0)
         if frequency > 1 and offset < 1:
             raise k.error("attention.indexer.skip_top_k_offset", offset, "1 or more, so that the first layer is full")
