@@ -130,6 +130,7 @@ class Chat:
     def render(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, options: Options,
                blocks: Mapping[str, Block] | None = None) -> Prompt:
         """Render with the artifact's template and settings. blocks: call id → the block kept for it. Raises ChatError."""
+        _check(messages, tools)
         return self.protocol.render(messages, tools, options, template=self.template, specials=self.specials,
                                     blocks=blocks or {}, **self.settings)
 
@@ -158,6 +159,34 @@ def for_artifact(metadata: Mapping[str, Any], specials: Specials, name: str = ""
         template = None
     settings = protocol.settings(metadata, name) if hasattr(protocol, "settings") else {}
     return Chat(protocol, template or None, specials, settings)
+
+
+def _check(messages: Any, tools: Any) -> None:
+    """Refuse messages and tools whose shape no protocol can work with."""
+    for name, values in (("messages", messages), ("tools", tools or ())):
+        if not isinstance(values, (list, tuple)):
+            raise ChatError(f"{name} must be an array, not {type(values).__name__}", name)
+        for i, value in enumerate(values):
+            if not isinstance(value, Mapping):
+                raise ChatError(f"{name}[{i}] must be an object, not {type(value).__name__}", f"{name}[{i}]")
+    for i, tool in enumerate(tools or ()):
+        if tool.get("type") == "function" and not _named(tool):
+            raise ChatError(f"tools[{i}].function must be an object with a name", f"tools[{i}].function")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ChatError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+        for key in ("reasoning_content", "reasoning"):
+            if not isinstance(message.get(key), (str, type(None))):
+                raise ChatError(f"messages[{i}].{key} must be a string or null", f"messages[{i}].{key}")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, (list, tuple)) and all(map(_named, calls))):
+            field = f"messages[{i}].tool_calls"
+            raise ChatError(f"{field} must be an array of objects whose function is an object with a name", field)
+
+
+def _named(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 # --- what several protocols need -----------------------------------------------------------------------------------

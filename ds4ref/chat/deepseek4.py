@@ -25,7 +25,7 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
 
 STOPS = (EOS, USER, ASSISTANT, BOS)
-MARKERS: tuple[str, ...] = ()
+MARKERS = (THINK, END_THINK, DSML)
 REASONING = (THINK, END_THINK)
 
 MAX_EFFORT_CONTEXT = 393_216
@@ -90,6 +90,8 @@ _RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the follo
 
 _WORDS = ("minimal", "low", "medium", "high", "xhigh", "max")
 _OFF_WORDS = ("none", "off")
+_OWN_VARIABLES = frozenset({"messages", "tools", "reasoning_effort", "response_format"})
+"""Template variables that only the request's own fields set."""
 
 
 # --- what the artifact decides --------------------------------------------------------------------------------------
@@ -135,10 +137,10 @@ def render(messages: Sequence[Mapping], tools: Sequence[Mapping] | None, options
         if generation and not (prepared and prepared[-1]["role"] in ("user", "tool")):
             text += ASSISTANT + (THINK if thinking else END_THINK)
     else:
-        variables = {**guard.data(extra), "messages": prepared, "bos_token": specials.bos or BOS,
+        others = {k: v for k, v in extra.items() if k not in _OWN_VARIABLES}
+        variables = {**guard.data(others), "messages": prepared, "bos_token": specials.bos or BOS,
                      "eos_token": specials.eos or EOS, "thinking": thinking, "enable_thinking": thinking,
                      "drop_thinking": drop_thinking, "add_generation_prompt": generation}
-        variables.pop("reasoning_effort", None)
         variables |= {"tools": functions} if functions else {}
         variables |= {"reasoning_effort": effort} if effort else {}
         variables |= {"response_format": schema} if schema is not None else {}

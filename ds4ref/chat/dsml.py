@@ -38,7 +38,7 @@ THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 WHITE = " \t\r\n"
 
-_MAX_TAG = 8192
+_MAX_TAG = 2048
 _MAX_NESTING = 64
 
 _MARKS_PLAIN = regex.compile(r"</?think>")
@@ -263,6 +263,8 @@ class Parser:
                 quote = "" if char == quote else quote
             elif char in "\"'":
                 quote = char
+            elif char == "<":
+                return {}
             elif char == ">":
                 break
         else:

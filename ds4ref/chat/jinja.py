@@ -22,14 +22,14 @@ from ds4ref.chat import jsontext
 from ds4ref.chat.errors import ChatError
 
 MAX_TEMPLATE_CHARS = 1 << 20
-MAX_STEPS = 10_000_000
+MAX_STEPS = 2_000_000
 """Loop turns and macro calls in one rendering."""
-MAX_OUTPUT_CHARS = 1 << 27
+MAX_OUTPUT_CHARS = 1 << 25
 """Characters of the result, and of any string built on the way (a context of a million tokens has about 2^22)."""
 
 # They build a string of any length from a few characters; no chat template pads its text.
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "format_map"})
-_PADDING_FILTERS = ("center", "indent", "wordwrap", "urlize", "xmlattr")
+_PADDING_FILTERS = ("center", "wordwrap", "urlize", "xmlattr", "slice", "batch", "round")
 _WIDE_FORMAT = re.compile(r"\d{4}|%[^a-zA-Z]*\*|\{[^}]*\{")
 """A field width of four digits, or one that comes out of the values."""
 
@@ -133,9 +133,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, (str, bytes)) and attr in _PADDING_METHODS:
             return False
-        if attr == "format" and isinstance(obj, str) and _WIDE_FORMAT.search(obj):
-            return False
         return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
@@ -200,6 +204,13 @@ def _format(text: str, *args: Any, **kwargs: Any) -> str:
     return jinja2.filters.do_format(text, *args, **kwargs)
 
 
+def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
+    if not isinstance(width, int) or width > 64:
+        raise ChatError(f"the chat template indents by {width!r}; at most 64 is accepted")
+    _bound(len(text) + width * (text.count("\n") + 1))
+    return jinja2.filters.do_indent(text, width, first, blank)
+
+
 @jinja2.pass_environment
 def _join(environment: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     get = jinja2.filters.make_attrgetter(environment, attribute) if attribute is not None else (lambda item: item)
@@ -242,7 +253,8 @@ def _strftime(now: datetime.datetime | None, format: str) -> str:
 def _environment() -> _Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, cache_size=0,
                                extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters.update(tojson=_tojson, from_json=_from_json, join=_join, replace=_replace, format=_format)
+    environment.filters.update(tojson=_tojson, from_json=_from_json, join=_join, replace=_replace, format=_format,
+                               indent=_indent)
     for name in _PADDING_FILTERS:
         environment.filters.pop(name)
     environment.globals.update(raise_exception=_raise, **{_CONCAT: _concat})
