@@ -272,15 +272,15 @@ def _read(manifest):
 def _files(top, folder):
     """(path as written, path, bytes) of every physical file."""
     entries = top.entries("physical_files", "physical_file_count")
-    paths = [entry.str("path") for entry in entries]
-    pure = [PurePosixPath(path) for path in paths]
-    files, total = [], 0
-    for number, (entry, path) in enumerate(zip(entries, paths, strict=True)):
+    files, seen, total = [], set(), 0
+    for number, entry in enumerate(entries):
         entry.same("index", number)
-        if pure[number] in pure[:number]:
+        path = entry.str("path")
+        if PurePosixPath(path) in seen:
             raise entry.error("path", path, "a file that no other entry names")
         size = entry.int("file_bytes", lo=1)
         files.append((path, _file(entry, folder, size), size))
+        seen.add(PurePosixPath(path))
         total += size
     top.same_if_present("total_file_bytes_including_alignment", total)
     return files
@@ -370,6 +370,7 @@ def _code_values(codes, scale):
 
 def _e4m3fn(codes):
     """Values of E4M3FN codes (OCP 8-bit floating point): sign, 4 exponent bits of bias 7, 3 mantissa bits; 0x7f is NaN."""
+    codes = codes.astype(np.int32)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = np.where(exponent, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
     magnitude = np.where(codes & 127 == 127, np.nan, magnitude)
