@@ -6,7 +6,7 @@ the lowest index wins.
 
 import numpy as np
 
-from .ops import top_k
+from .ops import layer_norm, rotate_head, rotate_pairs, top_k
 
 
 def index_scores(q, keys, weights):
@@ -20,3 +20,16 @@ def index_scores(q, keys, weights):
 def select(scores, k):
     """The k best of ``scores`` [S], as ascending indices; all of them when there are no more than k."""
     return np.sort(top_k(scores, k)) if len(scores) > k else np.arange(len(scores))
+
+
+def select_by_latent(component, h, latent, tensors, angles, eps, k):
+    """Append a token's indexer key to its ``Rows`` and choose the best k positions up to the token: ascending.
+
+    DeepSeek-V3.2's indexer beside latent attention: queries [I, d] come from the query latent [r], the one key and the
+    heads' weights from the block's input h [D]; the first 2·len(angles) channels are rotated, in neighbouring pairs.
+    tensors: queries [I·d, r], key [d, D], its norm's gain and bias [d], weights [I, D]; eps: of that norm.
+    """
+    queries, key, gain, bias, mix = tensors
+    component.append(rotate_head(layer_norm(key @ h, gain, bias, eps), angles, rotate_pairs))
+    q = rotate_head((queries @ latent).reshape(len(mix), -1), angles, rotate_pairs)
+    return select(index_scores(q, component.rows(), mix @ h / h.dtype.type(np.sqrt(len(queries)))), k)

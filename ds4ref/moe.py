@@ -1,12 +1,13 @@
 """Mixture of experts: routers (which experts, with what weights) and the weighted sum of their outputs.
 
 Router arithmetic follows DeepSeek-V3 (auxiliary-loss-free balancing): the bias chooses, it never weighs. Ties go to the
-lowest index. Letters: E experts, K chosen, F expert width.
+lowest index. What a function reads of a block's weights, ``{prefix}ffn_…``, has its shapes in the ``…_tensors`` beside it.
+Letters: D hidden, E experts, K chosen, F feed-forward width.
 """
 
 import numpy as np
 
-from .ops import swiglu, top_k
+from .ops import sigmoid, swiglu, top_k
 
 
 def route(affinity, used, bias=None, scale=1.0, floor=1e-20):
@@ -33,6 +34,28 @@ def renormalise(affinity, scale=1.0, floor=1e-20):
     return affinity / (np.sum(affinity) + affinity.dtype.type(floor)) * affinity.dtype.type(scale)
 
 
+def sigmoid_experts(x, w, prefix, used, scale=1.0, limit=0.0, clamp="gate", floor=1e-20):
+    """The routed part of DeepSeek-V3's feed-forward (report, equations 12 to 16), on x [D] → [D].
+
+    Affinities ``σ(router x)``, experts chosen by affinity + bias, weighed by affinity.
+    """
+    affinity = sigmoid(w[f"{prefix}ffn_gate_inp.weight"] @ x)
+    chosen, weights = route(affinity, used, w[f"{prefix}exp_probs_b.bias"], scale, floor)
+    return experts(x, chosen, weights, w, prefix, limit, clamp)
+
+
+def require_sigmoid(keys):
+    """ArtifactError where the metadata names another router than a sigmoid (2) whose chosen weights are renormalised."""
+    keys.int("expert_gating_func", default=2, lo=2, hi=2)
+    if not keys.bool("expert_weights_norm", default=True):
+        raise keys.error("expert_weights_norm", False, "true")
+
+
+def router_tensors(prefix, E, D):
+    """Shapes of the router and of the bias that helps it choose."""
+    return {f"{prefix}ffn_gate_inp.weight": (E, D), f"{prefix}exp_probs_b.bias": (E,)}
+
+
 def experts(x, chosen, weights, w, prefix, limit=0.0, clamp="gate"):
     """``Σ weights_e · swiglu_e(x)`` over the chosen experts; only their slices of the stacked tensors are read.
 
@@ -46,13 +69,33 @@ def experts(x, chosen, weights, w, prefix, limit=0.0, clamp="gate"):
     return y
 
 
+def expert_tensors(prefix, E, D, F):
+    """Shapes of what :func:`experts` reads."""
+    return _swiglu_tensors(prefix, "_exps", D, F, (E,))
+
+
 def shared_expert(x, w, prefix, limit=0.0, clamp="gate"):
     """The expert every token passes: ``{prefix}ffn_{gate,up,down}_shexp.weight``."""
     gate, up, down = (w[f"{prefix}ffn_{name}_shexp.weight"] for name in ("gate", "up", "down"))
     return swiglu(x, gate, up, down, limit, clamp)
 
 
+def shared_tensors(prefix, D, F):
+    """Shapes of what :func:`shared_expert` reads."""
+    return _swiglu_tensors(prefix, "_shexp", D, F)
+
+
 def dense(x, w, prefix, limit=0.0, clamp="gate"):
     """A dense SwiGLU feed-forward: ``{prefix}ffn_{gate,up,down}.weight``."""
     gate, up, down = (w[f"{prefix}ffn_{name}.weight"] for name in ("gate", "up", "down"))
     return swiglu(x, gate, up, down, limit, clamp)
+
+
+def dense_tensors(prefix, D, F):
+    """Shapes of what :func:`dense` reads."""
+    return _swiglu_tensors(prefix, "", D, F)
+
+
+def _swiglu_tensors(prefix, kind, D, F, stack=()):
+    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    return {f"{prefix}ffn_{part}{kind}.weight": (*stack, *shape) for part, shape in shapes.items()}

@@ -40,9 +40,12 @@ def bounded_decay(raw, rate, lower):
 
 
 def convolve(ring, row, taps):
-    """Append a projected row to its ``Ring(K)`` and return SiLU of the short convolution at it. row: [C], taps: [C, K]."""
+    """Append a projected row [C] to its ``Ring(K)`` and return SiLU of the short convolution at it.
+
+    taps: [C, K], with any axes of length 1 that a file adds.
+    """
     ring.append(row)
-    return silu(short_conv(ring.rows(), taps))
+    return silu(short_conv(ring.rows(), taps.reshape(len(row), -1)))
 
 
 def associate(memory, q, k, v, beta, decay):

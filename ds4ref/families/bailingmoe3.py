@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend_latent
 from ..gguf import ArtifactError, Keys
 from ..ops import rms_norm, rope_frequencies, rotate_pairs, sigmoid, yarn_frequencies
@@ -126,12 +126,11 @@ class Config:
         row = config.kv_rank + rotary
         k.int("attention.key_length", default=row, lo=row, hi=row)
         k.int("expert_shared_count", lo=1, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
+        moe.require_sigmoid(k)
         if k.str("rope.scaling.type", default="none", choices=("none", "yarn")) == "yarn":
             k.float("rope.scaling.factor", default=YARN_FACTOR, lo=YARN_FACTOR, hi=YARN_FACTOR)
-        for key in ("expert_weights_norm", "kda.safe_gate"):
-            if not k.bool(key, default=True):
-                raise k.error(key, False, "true")
+        if not k.bool("kda.safe_gate", default=True):
+            raise k.error("kda.safe_gate", False, "true")
         if experts % groups:
             raise k.error("expert_group_count", groups, f"a divisor of {experts} experts")
         sections = k.ints("rope.dimension_sections", default=(rotary // 2,), lo=0)
@@ -158,17 +157,12 @@ def tensors(c):
         block = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
         block |= _latent_tensors(c) if i >= c.layers or c.latent[i] else _kda_tensors(c)
         if i < c.dense_layers:
-            block |= {f"ffn_{part}.weight": (c.dense_width, D) for part in ("gate", "up")}
-            block["ffn_down.weight"] = (D, c.dense_width)
+            block |= moe.dense_tensors("", D, c.dense_width)
         else:
-            block |= {"ffn_gate_inp.weight": (E, D), "exp_probs_b.bias": (E,)}
-            block |= {f"ffn_{part}_exps.weight": (E, c.expert_width, D) for part in ("gate", "up")}
-            block |= {f"ffn_{part}_shexp.weight": (c.shared_width, D) for part in ("gate", "up")}
-            block["ffn_down_exps.weight"] = (E, D, c.expert_width)
-            block["ffn_down_shexp.weight"] = (D, c.shared_width)
+            block |= moe.router_tensors("", E, D) | moe.expert_tensors("", E, D, c.expert_width)
+            block |= moe.shared_tensors("", D, c.shared_width)
         if i >= c.layers:
-            block["nextn.eh_proj.weight"] = (D, 2 * D)
-            block |= {f"{norm}.weight": (D,) for norm in ("nextn.enorm", "nextn.hnorm", "layer_output_norm")}
+            block |= nextn.joint_tensors("", D) | {"layer_output_norm.weight": (D,)}
         required |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return required, {}
 
@@ -249,12 +243,10 @@ def frequencies(c):
 def kda(c, w, state, i, h):
     """Kimi Delta Attention of layer i on its normalised input h [D] → [D]. Decay and gate are full-rank projections."""
     p = f"blk.{i}."
-
-    def convolved(part):
-        taps = w[f"{p}ssm_conv1d_{part}.weight"].reshape(-1, c.kda_taps)
-        return convolve(state[f"{i}.{part}"], w[f"{p}attn_{part}.weight"] @ h, taps).reshape(c.heads, c.kda_width)
-
-    q, k, v = (convolved(part) for part in "qkv")
+    q, k, v = (
+        convolve(state[f"{i}.{part}"], w[f"{p}attn_{part}.weight"] @ h, w[f"{p}ssm_conv1d_{part}.weight"]).reshape(c.heads, -1)
+        for part in "qkv"
+    )
     raw = (w[f"{p}ssm_f_a.weight"] @ h + w[f"{p}ssm_dt.bias"]).reshape(c.heads, c.kda_width)
     decay = bounded_decay(raw, w[f"{p}ssm_a"].reshape(-1), c.kda_lower)  # ssm_a holds exp(A_log)
     out = associate(state[f"{i}.memory"], q, k, v, sigmoid(w[f"{p}ssm_beta.weight"] @ h), decay)

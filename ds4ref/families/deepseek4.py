@@ -154,12 +154,8 @@ def tensors(c):
             f"{p}attn_output_a.weight": (c.out_groups * c.out_rank, c.heads * c.head_width // c.out_groups),
             f"{p}attn_output_b.weight": (D, c.out_groups * c.out_rank),
             f"{p}ffn_gate_inp.weight": (c.experts, D),
-            f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-            f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-            f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-            f"{p}ffn_gate_shexp.weight": (c.expert_width, D),
-            f"{p}ffn_up_shexp.weight": (c.expert_width, D),
-            f"{p}ffn_down_shexp.weight": (D, c.expert_width),
+            **moe.expert_tensors(p, c.experts, D, c.expert_width),
+            **moe.shared_tensors(p, D, c.expert_width),
         }
         if i < c.hash_layers:
             required[f"{p}ffn_gate_tid2eid.weight"] = (c.vocabulary, c.experts_used)

@@ -19,14 +19,15 @@ import numpy as np
 from .. import moe
 from ..attention import attend_latent
 from ..gguf import ArtifactError, Keys
-from ..indexer import index_scores, select
-from ..ops import layer_norm, rms_norm, rope_frequencies, rotate_head, rotate_pairs, sigmoid
+from ..indexer import select_by_latent
+from ..ops import rms_norm, rope_frequencies, rotate_pairs, sigmoid
 from ..state import Ring, Rows
 
 ARCHITECTURES = ("dots3note", "dots3-note")
 OPTIONS = {}
 
 INDEX_NORM_EPS = 1e-6  # the model code's constant: no key carries it
+INDEXER = ("q.weight", "k.weight", "k_norm.weight", "k_norm.bias", "w.weight")  # in the order of select_by_latent
 
 # Tensors that the two layouts call differently: our name → (published, llama.cpp).
 NAMES = {
@@ -109,10 +110,9 @@ class Config:
         )
         k.int("expert_shared_count", lo=1, hi=1)
         k.int("expert_group_count", default=1, lo=0, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
-        for name in ("expert_weights_norm", "language_only"):
-            if not k.bool(name, default=True):
-                raise k.error(name, False, "true")
+        moe.require_sigmoid(k)
+        if not k.bool("language_only", default=True):
+            raise k.error("language_only", False, "true")
         if config.rotary % 2 or config.rotary > config.index_width:
             found = f"{artifact.path.name}: {config.rotary} rotated channels do not fit an indexer of {config.index_width}"
             raise ArtifactError(f"{found}; expected an even number, no larger")
@@ -244,22 +244,10 @@ def tensors(c):
                 _name(c, i, "index_w.weight"): (c.index_heads, D),
             }
         if _dense(c, i):
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         else:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-                f"{p}ffn_gate_shexp.weight": (c.expert_width, D),
-                f"{p}ffn_up_shexp.weight": (c.expert_width, D),
-                f"{p}ffn_down_shexp.weight": (D, c.expert_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
+            required |= moe.shared_tensors(p, D, c.expert_width)
         if i >= c.layers:
             required |= {
                 _name(c, i, "eh_proj.weight"): (D, 2 * D),
@@ -313,7 +301,10 @@ def forward(c, w, state, token, trace):
 
 
 def attention(c, w, state, i, position, n, trace):
-    """Gated latent attention of layer i on its normalised input n [D] → [D]."""
+    """Gated latent attention of layer i on its normalised input n [D] → [D].
+
+    The indexer rotates neighbouring pairs, as the model's own code does (llama.cpp's graph differs).
+    """
     p, g = f"blk.{i}.", _geometry(c, i)
     angles = position * rope_frequencies(c.rotary, g.rope_base)
     q_latent = _latent_norm(c, w[f"{p}attn_q_a.weight"] @ n, w[f"{p}attn_q_a_norm.weight"])
@@ -324,7 +315,8 @@ def attention(c, w, state, i, position, n, trace):
     state[f"{i}.rope"].append(rotate_pairs(key, angles))
     latents, keys = state[f"{i}.latent"].rows(), state[f"{i}.rope"].rows()
     if not c.sliding[i]:
-        kept = index(c, w, state[f"{i}.index"], i, n, q_latent, angles)
+        indexer = [w[_name(c, i, f"index_{part}")] for part in INDEXER]
+        kept = select_by_latent(state[f"{i}.index"], n, q_latent, indexer, angles, INDEX_NORM_EPS, c.index_top_k)
         trace(f"topk_{i}", kept)
         latents, keys = latents[kept], keys[kept]
     q_rot = rotate_pairs(q[:, g.nope :], angles)
@@ -348,27 +340,12 @@ def _expansions(c, w, i):
     return both[:, : g.nope].transpose(0, 2, 1), both[:, g.nope :]
 
 
-def index(c, w, component, i, n, q_latent, angles):
-    """Append the token's indexer key; → the positions that it attends to, ascending: the best ``top_k``, itself included.
-
-    The indexer rotates its first channels, in neighbouring pairs as the model's own code does (llama.cpp's graph differs).
-    """
-    norm, bias = w[_name(c, i, "index_k_norm.weight")], w[_name(c, i, "index_k_norm.bias")]
-    key = layer_norm(w[_name(c, i, "index_k.weight")] @ n, norm, bias, INDEX_NORM_EPS)
-    component.append(rotate_head(key, angles, rotate_pairs))
-    q = (w[_name(c, i, "index_q.weight")] @ q_latent).reshape(c.index_heads, c.index_width)
-    weights = w[_name(c, i, "index_w.weight")] @ n * (c.index_heads * c.index_width) ** -0.5
-    return select(index_scores(rotate_head(q, angles, rotate_pairs), component.rows(), weights), c.index_top_k)
-
-
 def feed_forward(c, w, i, n):
     """Dense SwiGLU, or routed experts plus the shared one, of layer i on its normalised input n [D] → [D]."""
     p = f"blk.{i}."
     if _dense(c, i):
         return moe.dense(n, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ n)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(n, chosen, weights, w, p) + moe.shared_expert(n, w, p)
+    return moe.sigmoid_experts(n, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(n, w, p)
 
 
 def tiny_metadata():

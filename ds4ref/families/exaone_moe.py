@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend
 from ..gguf import Keys
-from ..ops import rms_norm, rope_frequencies, rotate_halves, sigmoid
+from ..ops import rms_norm, rope_frequencies, rotate_halves
 from ..state import Ring, Rows
 
 ARCHITECTURES = ("exaone-moe",)
@@ -87,9 +87,7 @@ class Config:
         k.int("expert_shared_count", lo=1, hi=1)
         k.int("expert_group_count", default=1, lo=0, hi=1)
         k.int("expert_group_used_count", default=1, lo=0, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
-        if not k.bool("expert_weights_norm", default=True):
-            raise k.error("expert_weights_norm", False, "true")
+        moe.require_sigmoid(k)
         if d % 2:
             raise k.error("attention.key_length", d, "an even number, since heads rotate in halves")
         if config.heads % config.kv_heads:
@@ -125,31 +123,13 @@ def tensors(c):
             f"{p}ffn_norm.weight": (D,),
         }
         if i < c.dense_layers or i >= c.layers:
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         else:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-                f"{p}ffn_gate_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_up_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_down_shexp.weight": (D, c.shared_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
+            required |= moe.shared_tensors(p, D, c.shared_width)
         if i >= c.layers:
-            required |= {
-                f"{p}nextn.eh_proj.weight": (D, 2 * D),
-                f"{p}nextn.enorm.weight": (D,),
-                f"{p}nextn.hnorm.weight": (D,),
-                f"{p}nextn.shared_head_norm.weight": (D,),
-            }
-            # In place of the trunk's embedding and head, which the predictor shares otherwise.
-            optional |= {f"{p}nextn.{name}.weight": (c.vocabulary, D) for name in ("embed_tokens", "shared_head_head")}
+            required |= nextn.joint_tensors(p, D) | {f"{p}nextn.shared_head_norm.weight": (D,)}
+            optional |= nextn.own_ends(p, D, c.vocabulary)
     return required, optional
 
 
@@ -195,9 +175,7 @@ def feed_forward(c, w, i, h):
     p = f"blk.{i}."
     if i < c.dense_layers:
         return moe.dense(h, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ h)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(h, chosen, weights, w, p) + moe.shared_expert(h, w, p)
+    return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
 
 
 def tiny_metadata():

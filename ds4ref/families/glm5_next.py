@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import hyper, moe
+from .. import hyper, moe, nextn
 from ..attention import attend_latent
 from ..gguf import ArtifactError, Keys
 from ..indexer import index_scores, select
@@ -126,9 +126,7 @@ class Config:
         )
         k.int("expert_shared_count", lo=1, hi=1)
         k.int("expert_group_count", default=1, lo=0, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
-        if not k.bool("expert_weights_norm", default=True):
-            raise k.error("expert_weights_norm", False, "true")
+        moe.require_sigmoid(k)
         if k.bool("native_fp8", default=False):
             raise k.error("native_fp8", True, "false (the FP8 variant of the weights is not read)")
         if config.index_top_k % config.pool:
@@ -210,8 +208,7 @@ def tensors(c):
                 block[f"hc_{site}_base.weight"] = (2 * c.streams + c.streams**2,)
                 block[f"hc_{site}_scale.weight"] = (3,)
         else:
-            block["nextn.eh_proj.weight"] = (D, 2 * D)
-            block |= {f"nextn.{norm}.weight": (D,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+            block |= nextn.joint_tensors("", D) | {"nextn.shared_head_norm.weight": (D,)}
         required |= {block_name(c, i, name): shape for name, shape in block.items()}
         if latent:
             shared = i < c.layers and not c.full[i]
@@ -264,21 +261,8 @@ def _indexer_tensors(c):
 def _feed_forward_tensors(c, i):
     D, E, F = c.width, c.experts, c.expert_width
     if i < c.dense_layers:
-        return {
-            "ffn_gate.weight": (c.dense_width, D),
-            "ffn_up.weight": (c.dense_width, D),
-            "ffn_down.weight": (D, c.dense_width),
-        }
-    return {
-        "ffn_gate_inp.weight": (E, D),
-        "exp_probs_b.bias": (E,),
-        "ffn_gate_exps.weight": (E, F, D),
-        "ffn_up_exps.weight": (E, F, D),
-        "ffn_down_exps.weight": (E, D, F),
-        "ffn_gate_shexp.weight": (F, D),
-        "ffn_up_shexp.weight": (F, D),
-        "ffn_down_shexp.weight": (D, F),
-    }
+        return moe.dense_tensors("", D, c.dense_width)
+    return moe.router_tensors("", E, D) | moe.expert_tensors("", E, D, F) | moe.shared_tensors("", D, F)
 
 
 def layout(c):
@@ -330,11 +314,10 @@ def kda(c, w, state, i, h):
     def tensor(name):
         return w[block_name(c, i, f"kda_{name}")]
 
-    def convolved(part):
-        taps = tensor(f"{part}_conv.weight").reshape(-1, c.kda_taps)
-        return convolve(state[f"{i}.{part}"], tensor(f"{part}.weight") @ h, taps).reshape(c.kda_heads, c.kda_width)
-
-    q, k, v = (convolved(part) for part in "qkv")
+    q, k, v = (
+        convolve(state[f"{i}.{part}"], tensor(f"{part}.weight") @ h, tensor(f"{part}_conv.weight")).reshape(c.kda_heads, -1)
+        for part in "qkv"
+    )
     raw = tensor("f_b.weight") @ (tensor("f_a.weight") @ h) + tensor("dt_bias.weight")
     a = tensor("a_log.weight").reshape(-1)
     rate = -a if c.llamacpp else np.exp(a)  # llama.cpp's layout holds −exp(A_log), the published one A_log
@@ -388,9 +371,8 @@ def feed_forward(c, w, i, h):
     p = f"blk.{i}."
     if i < c.dense_layers:
         return moe.dense(h, w, p, c.clamp_shared[i])
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ h)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(h, chosen, weights, w, p, c.clamp_routed[i]) + moe.shared_expert(h, w, p, c.clamp_shared[i])
+    routed = moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale, c.clamp_routed[i])
+    return routed + moe.shared_expert(h, w, p, c.clamp_shared[i])
 
 
 def tiny_metadata():

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend_latent
 from ..gguf import Keys
-from ..indexer import index_scores, select
-from ..ops import layer_norm, rms_norm, rope_frequencies, rotate_head, rotate_pairs, rotate_tail, sigmoid
+from ..indexer import select_by_latent
+from ..ops import rms_norm, rope_frequencies, rotate_pairs, rotate_tail
 from ..state import Rows
 
 ARCHITECTURES = ("glm-dsa",)
 OPTIONS = {}
+
+# The indexer's tensors in the order of select_by_latent.
+INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,8 @@ class Config:
         k.int("attention.value_length", default=config.kv_rank, lo=config.kv_rank, hi=config.kv_rank)
         k.int("expert_shared_count", lo=1, hi=1)
         k.int("expert_group_count", default=1, lo=0, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
+        moe.require_sigmoid(k)
         k.str("rope.scaling.type", default="none", choices=("none",))
-        if not k.bool("expert_weights_norm", default=True):
-            raise k.error("expert_weights_norm", False, "true")
         return config
 
 
@@ -155,31 +156,13 @@ def tensors(c):
             }
         )
         if i < c.dense_layers:
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         else:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-                f"{p}ffn_gate_shexp.weight": (c.expert_width, D),
-                f"{p}ffn_up_shexp.weight": (c.expert_width, D),
-                f"{p}ffn_down_shexp.weight": (D, c.expert_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
+            required |= moe.shared_tensors(p, D, c.expert_width)
         if i >= c.layers:
-            required |= {
-                f"{p}nextn.eh_proj.weight": (D, 2 * D),
-                f"{p}nextn.enorm.weight": (D,),
-                f"{p}nextn.hnorm.weight": (D,),
-                f"{p}nextn.shared_head_norm.weight": (D,),
-            }
-            optional[f"{p}nextn.embed_tokens.weight"] = (c.vocabulary, D)
-            optional[f"{p}nextn.shared_head_head.weight"] = (c.vocabulary, D)
+            required |= nextn.joint_tensors(p, D) | {f"{p}nextn.shared_head_norm.weight": (D,)}
+            optional |= nextn.own_ends(p, D, c.vocabulary)
     return required, optional
 
 
@@ -214,7 +197,8 @@ def forward(c, w, state, token, trace):
 def attention(c, w, state, i, h, angles, chosen):
     """Latent attention of layer i on its normalised input h [D] → (output [D], the positions it read, ascending).
 
-    ``chosen`` are the positions of the full layer below; a full layer replaces them by its own.
+    ``chosen`` are the positions of the full layer below; a full layer replaces them by its own. Heads carry the rotated
+    channels last, the indexer's queries and keys first.
     """
     p = f"blk.{i}."
     latent = rms_norm(w[f"{p}attn_q_a.weight"] @ h, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
@@ -223,7 +207,8 @@ def attention(c, w, state, i, h, angles, chosen):
     content = rms_norm(row[: c.kv_rank], w[f"{p}attn_kv_a_norm.weight"], c.norm_eps)
     state[f"{i}.latent"].append(np.concatenate([content, rotate_pairs(row[c.kv_rank :], angles)]))
     if c.full[i]:
-        chosen = index(c, w, p, state[f"{i}.keys"], latent, h, angles)
+        indexer = [w[f"{p}indexer.{name}"] for name in INDEXER]
+        chosen = select_by_latent(state[f"{i}.keys"], h, latent, indexer, angles, c.index_eps, c.index_top_k)
     rows = state[f"{i}.latent"].rows()[chosen]
     out = attend_latent(
         q[:, : c.nope],
@@ -237,27 +222,12 @@ def attention(c, w, state, i, h, angles, chosen):
     return w[f"{p}attn_output.weight"] @ out.reshape(-1), chosen
 
 
-def index(c, w, p, component, latent, h, angles):
-    """Append the token's indexer key and choose the best ``top_k`` positions up to this one: ascending.
-
-    Unlike the attention heads, indexer queries and keys carry the rotated channels first.
-    """
-    gain, bias = w[f"{p}indexer.k_norm.weight"], w[f"{p}indexer.k_norm.bias"]
-    key = layer_norm(w[f"{p}indexer.attn_k.weight"] @ h, gain, bias, c.index_eps)
-    component.append(rotate_head(key, angles, rotate_pairs))
-    q = (w[f"{p}indexer.attn_q_b.weight"] @ latent).reshape(c.index_heads, c.index_width)
-    weights = w[f"{p}indexer.proj.weight"] @ h / h.dtype.type(np.sqrt(c.index_heads * c.index_width))
-    return select(index_scores(rotate_head(q, angles, rotate_pairs), component.rows(), weights), c.index_top_k)
-
-
 def feed_forward(c, w, i, h):
     """Dense SwiGLU in the first layers, else routed experts plus the shared one. h [D] → [D]."""
     p = f"blk.{i}."
     if i < c.dense_layers:
         return moe.dense(h, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ h)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(h, chosen, weights, w, p) + moe.shared_expert(h, w, p)
+    return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
 
 
 def tiny_metadata():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .. import moe
 from ..attention import attend
 from ..gguf import REQUIRED, ArtifactError, Keys
-from ..ops import rms_norm, rope_frequencies, rotate_head, sigmoid
+from ..ops import rms_norm, rope_frequencies, rotate_head
 from ..state import Rows
 
 ARCHITECTURES = ("k2-horizon",)
@@ -118,22 +118,10 @@ def tensors(c):
             f"{p}ffn_norm.weight": (D,),
         }
         if i < c.dense_layers:
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         else:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-                f"{p}ffn_gate_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_up_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_down_shexp.weight": (D, c.shared_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
+            required |= moe.shared_tensors(p, D, c.shared_width)
     return required, {}
 
 
@@ -173,9 +161,7 @@ def feed_forward(c, w, i, h):
     p = f"blk.{i}."
     if i < c.dense_layers:
         return moe.dense(h, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ h)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(h, chosen, weights, w, p) + moe.shared_expert(h, w, p)
+    return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
 
 
 def tiny_metadata():

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend
 from ..gguf import Keys
-from ..ops import rms_norm, rope_frequencies, rotate_head, sigmoid
+from ..ops import rms_norm, rope_frequencies, rotate_head
 from ..state import Ring, Rows
 
 ARCHITECTURES = ("mimo2",)
@@ -119,26 +119,11 @@ def tensors(c):
         if c.sliding[i]:
             required[f"{p}attn_sinks.weight"] = (c.heads,)
         if c.routed[i]:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
         else:
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         if i >= c.layers:
-            required |= {
-                f"{p}nextn.eh_proj.weight": (D, 2 * D),
-                f"{p}nextn.enorm.weight": (D,),
-                f"{p}nextn.hnorm.weight": (D,),
-                f"{p}{c.predictor_norm}.weight": (D,),
-            }
+            required |= nextn.joint_tensors(p, D) | {f"{p}{c.predictor_norm}.weight": (D,)}
     return required, {}
 
 
@@ -187,9 +172,7 @@ def feed_forward(c, w, i, n):
     p = f"blk.{i}."
     if not c.routed[i]:
         return moe.dense(n, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ n)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"])
-    return moe.experts(n, chosen, weights, w, p)
+    return moe.sigmoid_experts(n, w, p, c.experts_used)
 
 
 def tiny_metadata():

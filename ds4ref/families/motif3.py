@@ -166,8 +166,7 @@ def tensors(c):
             required |= _poly_tensors(p, "", c.dense_width, D)
         else:
             required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
+                **moe.router_tensors(p, c.experts, D),
                 **_poly_tensors(p, "_exps", c.expert_width, D, (c.experts,)),
                 **_poly_tensors(p, "_shexp", c.expert_width, D),
             }

@@ -17,7 +17,7 @@ from .. import moe
 from ..attention import attend
 from ..gguf import Keys
 from ..indexer import index_scores, select
-from ..ops import layer_norm, rms_norm, rope_frequencies, rotate_head, sigmoid
+from ..ops import layer_norm, rms_norm, rope_frequencies, rotate_head
 from ..rounding import round_blocks, round_e4m3
 from ..state import Ring, Rows
 
@@ -140,19 +140,9 @@ def tensors(c):
                 f"{p}indexer.proj.weight": (c.index_heads, D),
             }
         if c.routed[i]:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
         else:
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_widths[i], D),
-                f"{p}ffn_up.weight": (c.dense_widths[i], D),
-                f"{p}ffn_down.weight": (D, c.dense_widths[i]),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_widths[i])
     return required, {}
 
 
@@ -224,9 +214,7 @@ def feed_forward(c, w, i, n):
     p = f"blk.{i}."
     if not c.routed[i]:
         return moe.dense(n, w, p)
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ n)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"])
-    return moe.experts(n, chosen, weights, w, p)
+    return moe.sigmoid_experts(n, w, p, c.experts_used)
 
 
 def tiny_metadata():

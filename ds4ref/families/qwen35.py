@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import nextn
 from ..attention import attend
 from ..gguf import Keys
 from ..ops import rms_norm, rope_frequencies, rotate_head, sigmoid, silu
@@ -210,16 +211,8 @@ def tensors(c):
         }
         required |= _delta_tensors(c, p) if i < c.layers and c.recurrent[i] else _attention_tensors(c, p)
         if i >= c.layers:
-            required |= {
-                f"{p}nextn.eh_proj.weight": (D, 2 * D),
-                f"{p}nextn.enorm.weight": (D,),
-                f"{p}nextn.hnorm.weight": (D,),
-            }
-            optional |= {
-                f"{p}nextn.shared_head_norm.weight": (D,),
-                f"{p}nextn.embed_tokens.weight": (V, D),
-                f"{p}nextn.shared_head_head.weight": (V, D),
-            }
+            required |= nextn.joint_tensors(p, D)
+            optional |= nextn.own_ends(p, D, V) | {f"{p}nextn.shared_head_norm.weight": (D,)}
     return required, optional
 
 

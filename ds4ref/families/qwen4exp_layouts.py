@@ -11,6 +11,8 @@ import re
 
 import numpy as np
 
+from .. import moe
+
 # Names within a block, llama.cpp's → published. Mixers are below; all other names are equal.
 PUBLISHED = {
     "attn_qkv.weight": "linear_attn.qkv.weight",
@@ -124,10 +126,8 @@ def _block(c, p, recurrent):
         block |= {f"{p}indexer.q_proj.weight": (c.index_heads * c.index_width, D)}
         block |= {f"{p}indexer.k_proj.weight": (c.index_width, D)}
         block |= {f"{p}indexer.{x}_norm.weight": (c.index_width,) for x in "qk"}
-    block |= {f"{p}ffn_{x}_exps.weight": (E, F, D) for x in ("gate", "up")} | {f"{p}ffn_down_exps.weight": (E, D, F)}
-    block |= {f"{p}ffn_{x}_shexp.weight": (c.shared_width, D) for x in ("gate", "up")}
-    block |= {f"{p}ffn_down_shexp.weight": (D, c.shared_width), f"{p}ffn_gate_inp.weight": (E, D)}
-    return block | {f"{p}ffn_gate_inp_shexp.weight": (D,)}
+    block |= moe.expert_tensors(p, E, D, F) | moe.shared_tensors(p, D, c.shared_width)
+    return block | {f"{p}ffn_gate_inp.weight": (E, D), f"{p}ffn_gate_inp_shexp.weight": (D,)}
 
 
 def _mixer(c, p, inject=False):

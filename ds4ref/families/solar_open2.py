@@ -81,9 +81,7 @@ class Config:
         k.int("nextn_predict_layers", default=0, lo=0, hi=0)
         k.int("expert_shared_count", lo=1, hi=1)
         k.int("expert_group_count", default=1, lo=0, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
-        if not k.bool("expert_weights_norm", default=True):
-            raise k.error("expert_weights_norm", False, "true")
+        moe.require_sigmoid(k)
         if odd := [groups for groups in config.kv_heads if groups and config.heads % groups]:
             raise k.error("attention.head_count_kv", odd[0], f"0 (a KDA layer) or a divisor of {config.heads} heads")
         return config
@@ -98,14 +96,9 @@ def tensors(c):
             "attn_norm.weight": (D,),
             **(_attention_tensors(c, groups) if groups else _kda_tensors(c)),
             "ffn_norm.weight": (D,),
-            "ffn_gate_inp.weight": (E, D),
-            "exp_probs_b.bias": (E,),
-            "ffn_gate_exps.weight": (E, F, D),
-            "ffn_up_exps.weight": (E, F, D),
-            "ffn_down_exps.weight": (E, D, F),
-            "ffn_gate_shexp.weight": (F, D),
-            "ffn_up_shexp.weight": (F, D),
-            "ffn_down_shexp.weight": (D, F),
+            **moe.router_tensors("", E, D),
+            **moe.expert_tensors("", E, D, F),
+            **moe.shared_tensors("", D, F),
         }
         required |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return required, {}
@@ -183,12 +176,10 @@ def attention(c, w, state, i, h):
 def kda(c, w, state, i, h):
     """Kimi Delta Attention of layer i on its normalised input h [D] → [D]. Decay and gate are low-rank projections."""
     p = f"blk.{i}."
-
-    def convolved(part):
-        taps = w[f"{p}ssm_conv1d_{part}.weight"].reshape(-1, c.kda_taps)
-        return convolve(state[f"{i}.{part}"], w[f"{p}attn_{part}.weight"] @ h, taps).reshape(c.heads, c.kda_width)
-
-    q, k, v = (convolved(part) for part in "qkv")
+    q, k, v = (
+        convolve(state[f"{i}.{part}"], w[f"{p}attn_{part}.weight"] @ h, w[f"{p}ssm_conv1d_{part}.weight"]).reshape(c.heads, -1)
+        for part in "qkv"
+    )
     raw = w[f"{p}ssm_f_b.weight"] @ (w[f"{p}ssm_f_a.weight"] @ h) + w[f"{p}ssm_dt.bias"]
     beta = 2 * sigmoid(w[f"{p}ssm_beta.weight"] @ h)
     decay = np.exp(log_decay(c, raw.reshape(c.heads, c.kda_width), w[f"{p}ssm_a"].reshape(-1, 1)))
@@ -209,9 +200,7 @@ def log_decay(c, raw, rate):
 def feed_forward(c, w, i, h):
     """Routed experts plus the shared one of layer i, on the normalised input h [D] → [D]."""
     p = f"blk.{i}."
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ h)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
-    return moe.experts(h, chosen, weights, w, p) + moe.shared_expert(h, w, p)
+    return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
 
 
 def tiny_metadata():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend
 from ..gguf import ArtifactError, Keys
 from ..ops import rms_norm, rope_frequencies, rotate_head, sigmoid
@@ -90,9 +90,7 @@ class Config:
         k.int("attention.value_length", lo=config.head_width, hi=config.head_width)
         k.int("rope.dimension_count", default=config.head_width, lo=config.head_width, hi=config.head_width)
         k.int("moe_every_n_layers", default=1, lo=1, hi=1)
-        k.int("expert_gating_func", default=2, lo=2, hi=2)
-        if not k.bool("expert_weights_norm", default=True):
-            raise k.error("expert_weights_norm", False, "true")
+        moe.require_sigmoid(k)
         if config.head_width % 4:
             raise k.error("attention.key_length", config.head_width, "a multiple of 4, since full layers rotate half a head")
         if odd := [g for h, g in zip(config.heads, config.kv_heads, strict=True) if h % g]:
@@ -125,27 +123,12 @@ def tensors(c):
             f"{p}ffn_norm.weight": (D,),
         }
         if _dense(c, i):
-            required |= {
-                f"{p}ffn_gate.weight": (c.dense_width, D),
-                f"{p}ffn_up.weight": (c.dense_width, D),
-                f"{p}ffn_down.weight": (D, c.dense_width),
-            }
+            required |= moe.dense_tensors(p, D, c.dense_width)
         else:
-            required |= {
-                f"{p}ffn_gate_inp.weight": (c.experts, D),
-                f"{p}exp_probs_b.bias": (c.experts,),
-                f"{p}ffn_gate_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_up_exps.weight": (c.experts, c.expert_width, D),
-                f"{p}ffn_down_exps.weight": (c.experts, D, c.expert_width),
-                f"{p}ffn_gate_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_up_shexp.weight": (c.shared_width, D),
-                f"{p}ffn_down_shexp.weight": (D, c.shared_width),
-            }
+            required |= moe.router_tensors(p, c.experts, D) | moe.expert_tensors(p, c.experts, D, c.expert_width)
+            required |= moe.shared_tensors(p, D, c.shared_width)
         if i >= c.layers:
-            required |= {
-                f"{p}nextn.eh_proj.weight": (D, 2 * D),
-                f"{p}nextn.enorm.weight": (D,),
-                f"{p}nextn.hnorm.weight": (D,),
+            required |= nextn.joint_tensors(p, D) | {
                 f"{p}nextn.shared_head_norm.weight": (D,),
                 f"{p}nextn.shared_head_head.weight": (c.vocabulary, D),
             }
@@ -217,9 +200,7 @@ def feed_forward(c, w, i, n):
     p = f"blk.{i}."
     if _dense(c, i):
         return moe.dense(n, w, p, c.clamp_shared[i], "activation")
-    affinity = sigmoid(w[f"{p}ffn_gate_inp.weight"] @ n)
-    chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale, floor=0.0)
-    routed = moe.experts(n, chosen, weights, w, p, c.clamp_routed[i], "activation")
+    routed = moe.sigmoid_experts(n, w, p, c.experts_used, c.expert_scale, c.clamp_routed[i], "activation", floor=0.0)
     return routed + moe.shared_expert(n, w, p, c.clamp_shared[i], "activation")
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ds4ref import attention, hyper, indexer, moe, ops, recurrent, rounding
+from ds4ref.state import Ring, Rows
 
 RNG = np.random.default_rng(0)
 
@@ -147,6 +148,74 @@ def test_group_limit_ranks_groups_by_their_two_best():
     chosen, _ = moe.route_grouped(affinity, 2, groups=3, groups_used=2, bias=np.zeros(6))
     assert sorted(chosen.tolist()) == [3, 5] or sorted(chosen.tolist()) == [2, 5]
     assert chosen.tolist() == [5, 2]
+
+
+class Recorded(dict):
+    """Arrays by name that remembers which were read."""
+
+    def __init__(self, shapes):
+        super().__init__({name: RNG.normal(size=shape) for name, shape in shapes.items()})
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def part(self, name, index):
+        return self[name][index]
+
+
+def test_every_feed_forward_reads_what_its_tensors_list():
+    x = RNG.normal(size=6)
+    for shapes, run in (
+        (moe.dense_tensors("p.", 6, 4), moe.dense),
+        (moe.shared_tensors("p.", 6, 4), moe.shared_expert),
+        (moe.router_tensors("p.", 5, 6) | moe.expert_tensors("p.", 5, 6, 4), lambda *a: moe.sigmoid_experts(*a, 2)),
+    ):
+        w = Recorded(shapes)
+        assert run(x, w, "p.").shape == (6,)
+        assert w.names == set(shapes)
+
+
+def test_sigmoid_experts_are_a_weighted_sum_of_the_best():
+    x, scale = RNG.normal(size=6), 2.5
+    w = Recorded(moe.router_tensors("", 5, 6) | moe.expert_tensors("", 5, 6, 4))
+    affinity = 1 / (1 + np.exp(-w["ffn_gate_inp.weight"] @ x))
+    best = sorted(range(5), key=lambda e: -(affinity[e] + w["exp_probs_b.bias"][e]))[:2]
+    expected = 0
+    for e in best:
+        g, u = w["ffn_gate_exps.weight"][e] @ x, w["ffn_up_exps.weight"][e] @ x
+        g, u = np.minimum(g, 0.3), np.clip(u, -0.3, 0.3)
+        expected += scale * affinity[e] / affinity[best].sum() * (w["ffn_down_exps.weight"][e] @ (g / (1 + np.exp(-g)) * u))
+    assert np.allclose(moe.sigmoid_experts(x, w, "", 2, scale, limit=0.3), expected)
+
+
+def test_convolution_takes_taps_as_files_store_them():
+    taps, rows = RNG.normal(size=(5, 4)), RNG.normal(size=(6, 5))
+    rings = [Ring(4, (5,)).new(np.float64) for _ in range(3)]
+    for t, row in enumerate(rows):
+        expected = ops.silu(recurrent.short_conv(rows[max(0, t - 3) : t + 1], taps))
+        for ring, shape in zip(rings, ((5, 4), (5, 1, 4), (1, 5, 1, 4)), strict=True):
+            assert np.array_equal(recurrent.convolve(ring, row, taps.reshape(shape)), expected)
+
+
+def test_latent_indexer_ranks_by_rectified_products_of_rotated_rows():
+    heads, d, rank, width, n, k = 3, 6, 4, 5, 2, 4
+    queries, key, gain, bias = (RNG.normal(size=s) for s in ((heads * d, rank), (d, width), d, d))
+    mix, component, keys = RNG.normal(size=(heads, width)), Rows((d,)).new(np.float64), []
+
+    def turned(x, position):
+        z = (x[0] + 1j * x[1]) * np.exp(0.7j * position)
+        return np.concatenate([[z.real, z.imag], x[n:]])
+
+    for t in range(9):
+        h, latent, angles = RNG.normal(size=width), RNG.normal(size=rank), np.array([0.7 * t])
+        kept = indexer.select_by_latent(component, h, latent, (queries, key, gain, bias, mix), angles, 1e-3, k)
+        raw = key @ h
+        keys.append(turned((raw - raw.mean()) / np.sqrt(raw.var() + 1e-3) * gain + bias, t))
+        q = [turned(row, t) for row in (queries @ latent).reshape(heads, d)]
+        scores = [sum(m * max(0, row @ key_s) for m, row in zip(mix @ h, q, strict=True)) for key_s in keys]
+        assert kept.tolist() == sorted(sorted(range(t + 1), key=lambda s: -scores[s])[:k])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
