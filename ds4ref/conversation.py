@@ -38,14 +38,40 @@ class Conversation:
         """The prompt of a conversation. ChatError for messages that cannot be rendered."""
         return self.chat.render(messages, tools, options or chat.Options())
 
+    def options_of(self, request, context=None, alias=None):
+        """What a Chat Completions request asks of the rendering: its thinking controls and template variables."""
+        on, effort = thinking(request, alias)
+        kwargs = request.get("chat_template_kwargs") or {}
+        return chat.Options(thinking=on, effort=effort, context=context, template_kwargs=kwargs)
+
     def render_request(self, request, context=None, alias=None):
         """The prompt of a Chat Completions request: its messages, tools and thinking controls."""
         if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
             raise chat.ChatError("messages must be an array of messages", "messages")
-        on, effort = thinking(request, alias)
-        kwargs = request.get("chat_template_kwargs") or {}
-        options = chat.Options(thinking=on, effort=effort, context=context, template_kwargs=kwargs)
-        return self.render(request["messages"], request.get("tools") or None, options)
+        return self.render(request["messages"], request.get("tools") or None, self.options_of(request, context, alias))
+
+    def marks(self, messages, tools, options, ids):
+        """Positions of the prompt ``ids`` up to which the next turn's prompt is expected to repeat it, rising.
+
+        Templates drop parts of a turn from history: the reasoning, an empty reasoning block, the tag that opened it. Where
+        they do, the next prompt departs before this one's end, and a state kept at that point serves it. The points are
+        found by rendering what may come next: an answer and a new question or, with tools, a call and its result.
+        """
+        turns = [({"role": "assistant", "content": "."}, {"role": "user", "content": "."})]
+        if tools:
+            call = {"id": "call_0", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
+            turns.append((
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_0", "content": "."},
+            ))  # fmt: skip
+        marks = set()
+        for turn in turns:
+            try:
+                following = self.encode(self.render([*messages, *turn], tools, options))
+            except chat.ChatError:
+                continue  # a template that refuses this turn says nothing about the next one
+            marks.add(next((n for n, (a, b) in enumerate(zip(ids, following, strict=False)) if a != b), len(ids)))
+        return tuple(sorted(mark for mark in marks if 0 < mark < len(ids)))
 
     def encode(self, prompt):
         """Token ids of a rendered prompt: markers only where the template wrote them, and exactly one BOS if one is due."""

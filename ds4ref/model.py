@@ -22,6 +22,8 @@ class Model:
     config: Any
     weights: Weights
     dtype: type = np.float32
+    chunk: int = 1
+    """Tokens that ``prefill`` computes at a time; whoever wants to look up in between hands it no more."""
 
     @classmethod
     def open(cls, path, dtype=np.float32, *, context=None, **options):

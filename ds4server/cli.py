@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.resources import as_file, files
@@ -16,6 +18,8 @@ from waitress.server import create_server
 from ds4ref.conversation import Conversation
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
+from ds4ref.progress import Progress
+from ds4ref.reuse import Policy, Reuser
 
 from . import backend as backends
 from .app import Service, application
@@ -24,6 +28,7 @@ from .plan import resolve
 
 log = logging.getLogger("ds4server")
 TOY = "ds4-tiny"
+RESIDENT_BANKS = 2  # sequences kept for reuse: an agent's conversation and whatever it asks beside it
 MAX_BODY = 64 << 20
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PLAIN_FOLDERS = {"gguf", "models", "weights"}
@@ -48,6 +53,9 @@ def parser():
     top.add_argument("--port", type=int, default=8000, help="listening port; 0 takes a free one")
     top.add_argument("--backend", choices=backends.NAMES, default="auto",
                      help="auto: JAX where it runs this file, else the NumPy reference")  # fmt: skip
+    top.add_argument("--prefix-reuse", choices=("off", "exact", "partial", "auto"), default="auto",
+                     help="what of a prompt is taken from earlier requests: nothing, whole sequences, or also prefixes "
+                     "of them; auto is partial")  # fmt: skip
     top.add_argument("-n", "--tokens", type=int, default=393216, help="output budget of a request that names none")
     top.add_argument("--cors", action="store_true", help="browser cross-origin headers")
     top.add_argument("--chdir", metavar="DIR", help="working directory, set before anything else is looked up")
@@ -85,10 +93,11 @@ def _serve(args, stack):
     path, toy = _model_path(args, stack)
     artifact = stack.enter_context(Artifact.open(path))
     backend = backends.choose(args.backend, artifact.architecture)
-    model = Model.from_artifact(artifact, context=args.ctx if args.ctx > 0 else None)
+    context = args.ctx if args.ctx > 0 else None
+    model = Model.from_artifact(artifact, context=context)
     plan = resolve(
         family=artifact.architecture, ctx=args.ctx, context_cap=model.context_cap, backend_requested=args.backend,
-        backend=backend, toy=toy,
+        backend=backend, prefix_reuse=args.prefix_reuse, resident_banks=RESIDENT_BANKS, toy=toy,
     )  # fmt: skip
     for issue in plan.issues:
         log.info("%s: %s (%s)", issue.level, issue.message, issue.code)
@@ -97,7 +106,10 @@ def _serve(args, stack):
     conversation = Conversation(artifact)
     if (args.ignore_eos or args.ignore_eos_in_reasoning) and not conversation.end_ids:
         raise ConfigurationError("--ignore-eos needs a tokenizer with an end token, and this file names none")
-    engine = Engine(model, args.max_queue)
+    if backend.name == "jax":
+        model = _on_device(artifact, context)
+    policy = Policy(plan.effective["prefix_reuse"])
+    engine = Engine(model, Reuser(model.new_state, args.ctx, RESIDENT_BANKS, policy), args.max_queue)
     service = Service(
         engine=engine,
         conversation=conversation,
@@ -114,6 +126,16 @@ def _serve(args, stack):
         ignore_eos_in_reasoning=args.ignore_eos_in_reasoning,
     )
     return _listen(args, service)
+
+
+def _on_device(artifact, context):
+    """The artifact's JAX model, loaded with a progress line."""
+    from ds4jax.model import Model as DeviceModel
+    from ds4jax.weights import enable_cache
+
+    enable_cache()
+    with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
+        return DeviceModel(artifact, context=context, banks=RESIDENT_BANKS, did=lambda tensor: progress.advance(tensor.nbytes))
 
 
 def _check(args):
@@ -168,18 +190,37 @@ def _listen(args, service):
     except ValueError:
         raise ConfigurationError(f"--host {args.host} is no address of this machine") from None
     service.engine.start()
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt = _Interrupt(service.engine, args.grace_seconds)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     log.info("%s: %s on the %s backend, context %d", service.model_id, service.architecture,
              service.plan.effective["backend"], service.context)  # fmt: skip
     log.info("listening on http://%s:%s", args.host, server.effective_port)
     try:
-        server.run()
+        server.run()  # returns on KeyboardInterrupt
     finally:
-        log.info("stopping")
-        service.engine.stop(args.grace_seconds)
+        service.engine.stop(0)
         server.close()
     return 0
 
 
-def _interrupt(*_):
-    raise KeyboardInterrupt
+class _Interrupt:
+    """Signal handler: the first signal lets running answers end while the server still delivers, the next one leaves."""
+
+    FLUSH = 0.3  # seconds in which the last events reach the clients
+
+    def __init__(self, engine, grace):
+        self._engine, self._grace = engine, grace
+        self._asked = False
+
+    def __call__(self, *_):
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        log.info("stopping")
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self):
+        self._engine.stop(self._grace)
+        time.sleep(self.FLUSH)
+        os.kill(os.getpid(), signal.SIGINT)

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 
 from ds4ref.chat import CallArguments, Reasoning, Text
 from ds4ref.generation import Generation, Step
+from ds4ref.reuse import Decision
 from ds4ref.stop import Finish
 
 log = logging.getLogger("ds4server")
 
 SURFACES = ("openai_chat",)
 COUNTERS = (
-    "started", "completed", "failed", "canceled", "prefill_computed", "decoded", "shed.queue_full", "shed.slow_reader",
-    "shed.shutdown", *(f"route.{surface}_serial" for surface in SURFACES),
+    "started", "completed", "failed", "canceled", "prefill_computed", "prefill_cached", "decoded",
+    "shed.queue_full", "shed.slow_reader", "shed.shutdown", *(f"route.{surface}_serial" for surface in SURFACES),
 )  # fmt: skip
 BACKLOG = 1 << 20  # characters of undelivered text at which a reader counts as too slow
 
@@ -72,6 +73,10 @@ class Job:
     surface: str
     request_id: str
     fallback_reason: str | None = None
+    marks: tuple[int, ...] = ()
+    """Positions of the prompt that the next turn's prompt is expected to share (``Conversation.marks``)."""
+    decision: Decision | None = None
+    """What of the prompt was reused: set by the engine when the job is admitted."""
     arrived: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -118,10 +123,10 @@ def _size(event):
 
 
 class Engine:
-    """Owns ``model`` and runs jobs on it, one at a time, on its own thread."""
+    """Owns ``model`` and the banks of ``reuser``, and runs jobs on them, one at a time, on its own thread."""
 
-    def __init__(self, model, max_queue=64):
-        self._model = model
+    def __init__(self, model, reuser, max_queue=64):
+        self._model, self._reuser = model, reuser
         self._max_queue = max_queue
         self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -152,9 +157,9 @@ class Engine:
 
     def stop(self, grace=5.0):
         """Refuse new jobs, give the running one ``grace`` seconds, end the thread."""
+        self._deadline = time.monotonic() + grace
         self._stopping.set()
         self._jobs.put(None)
-        self._deadline = time.monotonic() + grace
         self._thread.join(grace + 5)
 
     @property
@@ -196,14 +201,28 @@ class Engine:
         self._settle(job, outcome, event)
 
     def _compute(self, job):
-        model, generation = self._model, job.generation
-        state = model.new_state()
+        """Admit the job to the bank that serves it best and run it there. The bank keeps what was computed, also when the
+        job is cancelled; after a failure it is emptied."""
+        admission = self._reuser.admit(job.generation.prompt, marks=job.marks)
+        job.decision = admission.decision
+        self.counts["prefill_cached"] += admission.decision.cached
+        try:
+            outcome = self._run_job(job, admission)
+        except BaseException:
+            self._reuser.clear(admission.bank)
+            raise
+        self._reuser.retire(admission.bank)
+        return outcome
+
+    def _run_job(self, job, admission):
+        model, generation, state = self._model, job.generation, admission.bank.state
         produced = Produced(generation.start())
-        for token in generation.prompt:
+        for part in _parts(admission, model.chunk):
             if self._gone(job):
                 return self._stopped(job)
-            model.step(state, token)
-            self.counts["prefill_computed"] += 1
+            model.prefill(state, part)
+            admission.progress()
+            self.counts["prefill_computed"] += len(part)
         prefilled = time.monotonic()
         if generation.finish is not None:
             job.tell(produced)
@@ -237,39 +256,54 @@ class Engine:
             "request_id": job.request_id,
             "surface": job.surface,
             "effective_lane": "serial",
-            "reuse_kind": "cold",
+            "reuse_kind": job.decision.kind if job.decision else "cold",
             "speculation_active": False,
             "finish": str(generation.finish or outcome),
             "prompt_tokens": len(generation.prompt),
-            "cached_tokens": 0,
+            "cached_tokens": job.decision.cached if job.decision else 0,
             "completion_tokens": len(generation.generated),
             "seconds": round(now - job.arrived, 6),
         }
-        if job.fallback_reason:
-            summary["fallback_reason"] = job.fallback_reason
+        summary |= _reasons(job)
         with self._lock:
             self.counts[outcome] += 1
             self.last_request = summary
         ttft = "-" if job.first_token_at is None else f"{job.first_token_at - job.arrived:.3f}s"
         log.info(
-            "%s prompt=%d cached=0 ttft=%s out=%d finish=%s total=%.3fs",
-            job.surface, len(generation.prompt), ttft, len(generation.generated), summary["finish"], now - job.arrived,
+            "%s prompt=%d cached=%d ttft=%s out=%d finish=%s total=%.3fs",
+            job.surface, len(generation.prompt), summary["cached_tokens"], ttft, len(generation.generated),
+            summary["finish"], now - job.arrived,
         )  # fmt: skip
         job.tell(event)
 
 
 def _timings(job, prefilled, end):
     """The ``timings`` object of the API; rates that cannot be computed are left out."""
-    prompt, out = len(job.generation.prompt), len(job.generation.generated)
-    timings = {"prefill_tokens": prompt, "prefill_cached_tokens": 0, "effective_lane": "serial", "reuse_kind": "cold",
-               "speculation_active": False}  # fmt: skip
+    prompt, out = job.decision.computed, len(job.generation.generated)
+    timings = {"prefill_tokens": prompt, "prefill_cached_tokens": job.decision.cached, "effective_lane": "serial",
+               "reuse_kind": job.decision.kind, "speculation_active": False}  # fmt: skip
     if job.first_token_at is not None:
         timings["ttft_ms"] = round(1000 * (job.first_token_at - job.arrived), 3)
-    if prefilled > job.admitted_at:
+    if prompt and prefilled > job.admitted_at:
         timings["prefill_tok_s"] = round(prompt / (prefilled - job.admitted_at), 3)
     if out and end > prefilled:
         timings["decode_tok_s"] = round(out / (end - prefilled), 3)
         timings["tok_per_step"] = 1.0
-    if job.fallback_reason:
-        timings["fallback_reason"] = job.fallback_reason
-    return timings
+    return timings | _reasons(job)
+
+
+def _reasons(job):
+    """Why something asked for, or some state that was there, was not used."""
+    reasons = {"fallback_reason": job.fallback_reason, "reuse_miss": job.decision.miss if job.decision else None}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _parts(admission, chunk):
+    """The remaining prompt in parts of at most ``chunk`` tokens that end at every position to capture a checkpoint at."""
+    at = admission.decision.cached
+    end = at + len(admission.remaining)
+    start = at
+    while at < end:
+        stop = min([at + chunk, end, *(s for s in admission.stops if s > at)])
+        yield admission.remaining[at - start : stop - start]
+        at = stop

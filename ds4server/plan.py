@@ -32,10 +32,11 @@ class Plan:
         return asdict(self) | {"issues": [asdict(issue) for issue in self.issues]}
 
 
-def resolve(*, family, ctx, context_cap, backend_requested, backend, toy=False):
-    """The plan of a serial server without reuse, disk or speculation, which is what this version has.
+def resolve(*, family, ctx, context_cap, backend_requested, backend, prefix_reuse="auto", resident_banks=1, toy=False):
+    """The plan of a serial server without disk or speculation, which is what this version has.
 
-    ctx: tokens a sequence may have, as asked for; context_cap: what the artifact allows; backend: a ``backend.Backend``.
+    ctx: tokens a sequence may have, as asked for; context_cap: what the artifact allows; backend: a ``backend.Backend``;
+    prefix_reuse: "off", "exact", "partial" or "auto", which is partial; resident_banks: sequences kept for reuse.
     """
     issues = []
     if ctx <= 0:
@@ -48,11 +49,12 @@ def resolve(*, family, ctx, context_cap, backend_requested, backend, toy=False):
     if toy:
         message = "no -m was given: serving the embedded random toy, whose answers are noise"
         issues.append(Issue("warn", "artifact_unqualified", message))
-    off = {"prefix_reuse": "off", "mtp_mode": "off", "disk": False}
+    reuse = "partial" if prefix_reuse == "auto" else prefix_reuse
     return Plan(
         family=family,
-        requested={"backend": backend_requested, "ctx": ctx},
-        effective={"backend": backend.name, "ctx": ctx, "lane": "serial", "max_seqs": 1, **off},
+        requested={"backend": backend_requested, "ctx": ctx, "prefix_reuse": prefix_reuse},
+        effective={"backend": backend.name, "ctx": ctx, "lane": "serial", "max_seqs": 1, "resident_banks": resident_banks,
+                   "prefix_reuse": reuse, "mtp_mode": "off", "disk": False},
         qualified={"prefix_reuse": "none", "disk": "none", "mtp": "none", "banks": "none", "ctx": None},
         issues=tuple(issues),
     )

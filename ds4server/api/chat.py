@@ -67,11 +67,13 @@ class ChatCompletions:
         if request.tool_choice == "none":
             tools = None
         body = body | {"messages": messages.messages(request.messages), "tools": tools}
+        conversation = service.conversation
         try:
-            prompt = service.conversation.render_request(body, context=service.context, alias=service.alias(request.model))
+            options = conversation.options_of(body, service.context, service.alias(request.model))
+            prompt = conversation.render(body["messages"], tools, options)
         except ChatError as error:
             raise bad_request(str(error), error.field or "messages") from None
-        ids = service.conversation.encode(prompt)
+        ids = conversation.encode(prompt)
         if len(ids) >= service.context:
             raise bad_request(
                 f"messages render to {len(ids)} tokens, and at most {service.context - 1} fit the context of {service.context}",
@@ -80,13 +82,14 @@ class ChatCompletions:
         if not ids:
             raise bad_request("messages render to an empty prompt; at least one message is needed", "messages")
         budget = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        generation = service.conversation.generation(
+        generation = conversation.generation(
             ids, self._sampling(request), budget=service.default_budget if budget is None else budget,
             context=service.context, prompt=prompt, tools=tools, stop_strings=_stops(request.stop),
             eos=eos_policy(service.ignore_eos or bool(request.ignore_eos), service.ignore_eos_in_reasoning),
             stream=bool(request.stream), vocabulary=service.vocabulary, single=request.parallel_tool_calls is False,
         )  # fmt: skip
-        return Job(generation, SURFACE, request_id, prompt.fallback_reason)
+        marks = conversation.marks(body["messages"], tools, options, ids)
+        return Job(generation, SURFACE, request_id, prompt.fallback_reason, marks)
 
     def _sampling(self, request):
         chosen = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
@@ -126,6 +129,7 @@ class Answer:
     def __init__(self, service, request, job):
         self._job = job
         self._tokenizer = service.conversation.tokenizer
+        self._keeps = service.plan.effective["prefix_reuse"] != "off"
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = bool(request.logprobs)
         self._token_ids = bool(request.return_token_ids)
@@ -157,7 +161,7 @@ class Answer:
         if self._token_ids:
             choice |= {"token_ids": generation.generated, "prompt_token_ids": generation.prompt}
         return self._envelope | {
-            "object": "chat.completion", "choices": [choice], "usage": usage(generation), "timings": timings,
+            "object": "chat.completion", "choices": [choice], "usage": self._usage(), "timings": timings,
         }  # fmt: skip
 
     def stream(self, gone, keepalive):
@@ -198,10 +202,13 @@ class Answer:
             finish["choices"][0]["prompt_token_ids"] = generation.prompt
         if self._include_usage:
             yield sse.data(finish)
-            yield sse.data(chunks.bare() | {"choices": [], "usage": usage(generation), "timings": timings})
+            yield sse.data(chunks.bare() | {"choices": [], "usage": self._usage(), "timings": timings})
         else:
             yield sse.data(finish | {"timings": timings})
         yield sse.DONE
+
+    def _usage(self):
+        return usage(self._job.generation, self._job.decision, self._keeps)
 
     def _logprob_list(self, entries):
         if not self._logprobs:
@@ -269,13 +276,13 @@ def call_id():
     return f"call_{secrets.token_hex(16)}"
 
 
-def usage(generation):
-    """Token counts; nothing is reused in this version, so nothing is cached or newly kept."""
-    prompt, out = len(generation.prompt), len(generation.generated)
+def usage(generation, decision, kept):
+    """Token counts. What was computed stays in the bank, so the rest of the prompt counts as newly kept."""
+    prompt, out, cached = len(generation.prompt), len(generation.generated), decision.cached
     return {
         "prompt_tokens": prompt,
         "completion_tokens": out,
         "total_tokens": prompt + out,
-        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached if kept else 0},
         "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
