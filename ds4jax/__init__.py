@@ -1,3 +1,5 @@
-"""ds4jax: the families of ds4ref in JAX/XLA. FAMILIES names the architectures that run; so far there are none."""
+"""ds4jax: the families of ds4ref in JAX/XLA. FAMILIES names the architectures that run."""
 
-FAMILIES: frozenset[str] = frozenset()
+from .families import FAMILIES
+
+__all__ = ["FAMILIES"]

@@ -1,0 +1,128 @@
+"""DeepSeek V4 in JAX; read it beside ds4ref/families/deepseek4.py."""
+
+import jax.numpy as jnp
+
+from ds4ref.families.deepseek4 import ARCHITECTURES, _frequencies
+
+from .. import hyper, moe
+from ..attention import attend
+from ..indexer import index_scores, select
+from ..layers import embed
+from ..ops import angles, rms_norm, rotate_tail, softmax, softplus
+from ..rounding import hadamard, round_blocks, round_e2m1, round_e4m3
+from ..state import visible
+from ..weights import dequantize, linear
+
+__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+
+
+def uses(c, name):
+    """Whether the forward pass reads this tensor."""
+    return not name.endswith("exp_probs_b_vl.bias")
+
+
+def start(c, top, tokens, chunk):
+    """(streams [B, T, N, D], tokens [B, T]): N copies of the embedding; hash-routed layers need the ids."""
+    x = embed(top["token_embd.weight"], tokens)
+    return jnp.repeat(x[:, :, None, :], c.streams, axis=2), tokens
+
+
+def finish(c, top, x):
+    """Logits [..., V] of the streams after the last layer."""
+    streams, _ = x
+    fn, base, scale = (top[f"output_hc_{part}.weight"] for part in ("fn", "base", "scale"))
+    h = hyper.head(streams, fn, base, scale, c.hyper_eps, c.norm_eps)
+    return linear(top["output.weight"], rms_norm(h, top["output_norm.weight"], c.norm_eps))
+
+
+def layer(c, i, w, state, x):
+    """One layer on (streams, tokens)."""
+    streams, tokens = x
+    streams = _site(c, w, "attn", streams, lambda h: attention(c, i, w, state, h))
+    streams = _site(c, w, "ffn", streams, lambda h: feed_forward(c, i, w, tokens, h))
+    return streams, tokens
+
+
+def _site(c, w, site, streams, block):
+    """One hyper-connection around one block (attention or feed-forward), the block's norm included."""
+    fn, base, scale = (w[f"hc_{site}_{part}.weight"] for part in ("fn", "base", "scale"))
+    x, post, comb = hyper.connect(streams, fn, base, scale, c.sinkhorn, c.hyper_eps, c.norm_eps)
+    return hyper.expand(streams, block(rms_norm(x, w[f"{site}_norm.weight"], c.norm_eps)), post, comb)
+
+
+def attention(c, i, w, state, h):
+    """Window plus compressed attention on the normalised input h [B, T, D]."""
+    r, positions = c.ratios[i], state.positions
+    frequencies = _frequencies(c, r)
+    theta = angles(positions, frequencies)
+    latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
+    q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.head_width)
+    q = rotate_tail(rms_norm(q, eps=c.norm_eps), theta[:, :, None, :])
+    row = rotate_tail(rms_norm(linear(w["attn_kv.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps), theta)
+    state["raw"].append(_round_row(c, row))
+    raw = state["raw"].rows()
+    rows, mask = raw.rows, visible(raw, positions, c.window)
+    if r:
+        compress(c, w, state["rows"], "attn_compressor", r, frequencies, h, lambda row: _round_row(c, row))
+        older = state["rows"].rows()
+        kept = visible(older, positions)
+        if r == 4:
+            compress(c, w, state["keys"], "indexer_compressor", r, frequencies, h, lambda row: _round_index(c, row))
+            kept = index(c, w, state["keys"].rows(), latent, h, theta, kept)
+        rows, mask = jnp.concatenate([rows, older.rows], axis=1), jnp.concatenate([mask, kept], axis=2)
+    rows = rows[:, :, None, :]
+    out = attend(q, rows, rows, mask, c.head_width**-0.5, sinks=w["attn_sinks.weight"])
+    out = rotate_tail(out, -theta[:, :, None, :])
+    groups = out.reshape(*h.shape[:2], c.out_groups, -1)
+    mixers = dequantize(w["attn_output_a.weight"]).reshape(c.out_groups, c.out_rank, -1)
+    mixed = jnp.einsum("btgi,goi->btgo", groups, mixers)
+    return linear(w["attn_output_b.weight"], mixed.reshape(*h.shape[:2], -1))
+
+
+def compress(c, w, component, prefix, r, frequencies, h, round_row):
+    """Feed the tokens' (content, gate) rows to a compressor; completed blocks become normalised, rotated rows."""
+    slot = component.chunk.positions % r
+    content = linear(w[f"{prefix}_kv.weight"], h)
+    gate = linear(w[f"{prefix}_gate.weight"], h) + dequantize(w[f"{prefix}_ape.weight"])[slot]
+
+    def block(tokens, held, b):
+        if r == 4:
+            first, second = jnp.split(tokens, 2, axis=-1)
+            tokens = jnp.concatenate([first[:, :, :r], second[:, :, r:]], axis=2)
+        gates = jnp.where(held[..., None], tokens[:, :, :, 1], -jnp.inf)
+        mixed = jnp.sum(softmax(gates, axis=2) * tokens[:, :, :, 0], axis=2)
+        return round_row(rotate_tail(rms_norm(mixed, w[f"{prefix}_norm.weight"], c.norm_eps), angles(r * b, frequencies)))
+
+    component.append(jnp.stack([content, gate], axis=2), block)
+
+
+def index(c, w, keys, latent, h, theta, mask):
+    """The compressed blocks that an indexed layer attends to: the mask of visible ones narrowed to the best ``top_k``."""
+    q = linear(w["indexer.attn_q_b.weight"], latent).reshape(*h.shape[:2], c.index_heads, c.index_width)
+    weights = linear(w["indexer.proj.weight"], h) / (c.index_heads * c.index_width) ** 0.5
+    q = _round_index(c, rotate_tail(q, theta[:, :, None, :]))
+    return select(index_scores(q, keys.rows, weights), mask, c.index_top_k)
+
+
+def _round_row(c, row):
+    """The vendor's rounding of a cached row. Identity unless ``qat``."""
+    if not c.qat:
+        return row
+    n = c.head_width - c.rotary
+    return jnp.concatenate([round_blocks(row[..., :n], 64, 448, 1e-4, round_e4m3), row[..., n:]], axis=-1)
+
+
+def _round_index(c, x):
+    """The vendor's rounding of indexer queries and keys. Identity unless ``qat``."""
+    return round_blocks(hadamard(x), 32, 6, 7.05e-38, round_e2m1) if c.qat else x
+
+
+def feed_forward(c, i, w, tokens, h):
+    """Routed experts plus the shared one, on the normalised input h [B, T, D]."""
+    affinity = jnp.sqrt(softplus(linear(w["ffn_gate_inp.weight"], h)))
+    if "ffn_gate_tid2eid.weight" in w:
+        chosen = w["ffn_gate_tid2eid.weight"][tokens]
+        weights = moe.renormalise(jnp.take_along_axis(affinity, chosen, axis=-1), c.expert_scale)
+    else:
+        chosen, weights = moe.route(affinity, c.experts_used, w["exp_probs_b.bias"], c.expert_scale)
+    return moe.experts(h, chosen, weights, w, c.clamp_routed[i]) + moe.shared_expert(h, w, c.clamp_shared[i])

@@ -1,0 +1,102 @@
+"""Qwen3.5, 3.6, 3.8 dense and Bonsai 2 in JAX; read it beside ds4ref/families/qwen35.py."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from ds4ref.families.qwen35 import ARCHITECTURES
+
+from .. import views
+from ..attention import attend
+from ..layers import embed as embed_rows
+from ..ops import angles, rms_norm, rope_frequencies, rotate_head, sigmoid, silu
+from ..recurrent import convolve, gated_delta
+from ..rounding import hadamard
+from ..state import visible
+from ..weights import dequantize
+from ..weights import linear as product
+
+__all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
+
+
+def tensors_of(c, artifact):
+    """The file's tensors, and beside each that it holds rotated, ``X.weight``, the signs of its input: ``X.signs``."""
+    if c.fold is None:
+        return artifact.tensors
+    folded = (*c.fold.weights, *["token_embd.weight"] * c.fold.embedding)
+    return artifact.tensors | {tensor.name: tensor for tensor in (_signs(c, artifact, name) for name in folded)}
+
+
+def _signs(c, artifact, name):
+    width, signs = artifact.tensors[name].shape[-1], c.fold.sign_widths
+    values = np.ones(width)
+    if signs:
+        start = sum(signs[: signs.index(width)])
+        values = artifact.metadata["prism.hadamard.sign_values"][start : start + width]
+    return views.made(name.removesuffix("weight") + "signs", values.astype(np.int8))
+
+
+def uses(c, name):
+    """Whether the forward pass reads this tensor: all but those of the NextN blocks."""
+    return not name.startswith(tuple(f"blk.{i}." for i in range(c.layers, c.layers + c.predictors)))
+
+
+def start(c, top, tokens, chunk):
+    """Embeddings of the tokens [B, T] → [B, T, D]; a rotated row z becomes ``s ⊙ (H z)``."""
+    rows = embed_rows(top["token_embd.weight"], tokens)
+    signs = top.get("token_embd.signs")
+    return rows if signs is None else _rotate(c, rows) * signs
+
+
+def finish(c, top, x):
+    """Logits [..., V] of the last layer's output [..., D]."""
+    head = "output" if "output.weight" in top else "token_embd"
+    return linear(c, top, head, rms_norm(x, top["output_norm.weight"], c.norm_eps))
+
+
+def layer(c, i, w, state, x):
+    """One layer on the residual x [B, T, D]."""
+    mixer = delta_net if c.recurrent[i] else attention
+    x = x + mixer(c, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps))
+    return x + feed_forward(c, w, rms_norm(x, w["post_attention_norm.weight"], c.norm_eps))
+
+
+def linear(c, w, name, x):
+    """The product with matrix ``name``; where the file holds it rotated, with ``H (s ⊙ x)`` instead of x."""
+    signs = w.get(f"{name}.signs")
+    return product(w[f"{name}.weight"], x if signs is None else _rotate(c, x * signs))
+
+
+def _rotate(c, x):
+    return hadamard(x.reshape(*x.shape[:-1], -1, c.fold.block)).reshape(x.shape)
+
+
+def delta_net(c, w, state, x):
+    """Gated DeltaNet block on its normalised input x [B, T, D]. Value head j reads key head j mod Hk (tiled)."""
+    qkv = convolve(state["conv"], linear(c, w, "attn_qkv", x), dequantize(w["ssm_conv1d.weight"]))
+    a, b = linear(c, w, "ssm_alpha", x), linear(c, w, "ssm_beta", x)
+    key_head = np.arange(c.value_heads) % c.key_heads
+    out = gated_delta(state["memory"], qkv, a, b, w["ssm_a"], w["ssm_dt.bias"], key_head)
+    z = linear(c, w, "attn_gate", x).reshape(out.shape)
+    out = rms_norm(out, w["ssm_norm.weight"], c.norm_eps) * silu(z)
+    if c.fold and c.fold.grouped:
+        out = out.reshape(*x.shape[:2], -1, c.key_heads, c.delta_width).swapaxes(2, 3)
+    return linear(c, w, "ssm_out", out.reshape(*x.shape[:2], -1))
+
+
+def attention(c, w, state, x):
+    """Gated attention block on its normalised input x [B, T, D]. ``attn_q`` holds d query rows, then d gate rows per head."""
+    theta = angles(state.positions, rope_frequencies(c.rotary, c.rope_base))[:, :, None, :]
+    q, gate = jnp.split(linear(c, w, "attn_q", x).reshape(*x.shape[:2], c.heads, -1), 2, axis=-1)
+    k, v = (linear(c, w, f"attn_{name}", x).reshape(*x.shape[:2], c.kv_heads, c.head_width) for name in "kv")
+    q = rotate_head(rms_norm(q, w["attn_q_norm.weight"], c.norm_eps), theta)
+    k = rotate_head(rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), theta)
+    state["k"].append(k)
+    state["v"].append(v)
+    keys, values = state["k"].rows(), state["v"].rows()
+    out = attend(q, keys.rows, values.rows, visible(keys, state.positions), c.head_width**-0.5)
+    return linear(c, w, "attn_output", (out * sigmoid(gate)).reshape(*x.shape[:2], -1))
+
+
+def feed_forward(c, w, x):
+    """SwiGLU on the normalised input x [B, T, D]."""
+    return linear(c, w, "ffn_down", silu(linear(c, w, "ffn_gate", x)) * linear(c, w, "ffn_up", x))

@@ -1,0 +1,67 @@
+"""Step 3.7 (and 3.5) Flash in JAX; read it beside ds4ref/families/step35.py."""
+
+from ds4ref.families.step35 import ARCHITECTURES
+
+from .. import moe
+from ..attention import attend
+from ..layers import embed
+from ..ops import angles, divided_angles, rms_norm, rope_frequencies, rotate_head, sigmoid
+from ..state import visible
+from ..weights import linear
+
+__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+
+
+def uses(c, name):
+    """Whether the forward pass reads this tensor: not those of the predictor blocks."""
+    return not name.startswith(tuple(f"blk.{i}." for i in range(c.layers, c.layers + c.predictors)))
+
+
+def start(c, top, tokens, chunk):
+    """(embeddings [B, T, D], angles [B, T, d/4] of full layers): the stored divisors make those, and layers do not see them."""
+    rotary = c.head_width // 2
+    divisors = top["rope_freqs.weight"][: rotary // 2]
+    theta = divided_angles(chunk.positions, rope_frequencies(rotary, c.rope_base), divisors)
+    return embed(top["token_embd.weight"], tokens), theta
+
+
+def finish(c, top, x):
+    """Logits [..., V] of the last layer's output."""
+    h, _ = x
+    return linear(top["output.weight"], rms_norm(h, top["output_norm.weight"], c.norm_eps))
+
+
+def layer(c, i, w, state, x):
+    """One layer on (residual, angles of full layers)."""
+    h, theta = x
+    h = h + attention(c, i, w, state, rms_norm(h, w["attn_norm.weight"], c.norm_eps), theta)
+    return h + feed_forward(c, i, w, rms_norm(h, w["ffn_norm.weight"], c.norm_eps)), theta
+
+
+def attention(c, i, w, state, n, theta):
+    """Gated grouped-query attention on the normalised input n [B, T, D]; theta: angles of full layers."""
+    if c.sliding[i]:
+        theta = angles(state.positions, rope_frequencies(c.head_width, c.rope_base_sliding))
+    theta = theta[:, :, None, :]
+
+    def heads(part):
+        return linear(w[f"attn_{part}.weight"], n).reshape(*n.shape[:2], -1, c.head_width)
+
+    def rotated(part):
+        return rotate_head(rms_norm(heads(part), w[f"attn_{part}_norm.weight"], c.norm_eps), theta)
+
+    state["k"].append(rotated("k"))
+    state["v"].append(heads("v"))
+    keys, values = state["k"].rows(), state["v"].rows()
+    mask = visible(keys, state.positions, c.window if c.sliding[i] else None)
+    out = attend(rotated("q"), keys.rows, values.rows, mask, c.head_width**-0.5)
+    gate = sigmoid(linear(w["attn_gate.weight"], n))
+    return linear(w["attn_output.weight"], (gate[..., None] * out).reshape(*n.shape[:2], -1))
+
+
+def feed_forward(c, i, w, n):
+    """Dense SwiGLU where the layer has one, else routed experts plus the shared one; limits after SiLU."""
+    if "ffn_gate.weight" in w:
+        return moe.dense(n, w, c.clamp_shared[i], "activation")
+    routed = moe.sigmoid_experts(n, w, c.experts_used, c.expert_scale, c.clamp_routed[i], "activation", floor=0.0)
+    return routed + moe.shared_expert(n, w, c.clamp_shared[i], "activation")

@@ -1,0 +1,149 @@
+"""Layers of a kind, stacked: which ones repeat, their weights and state as stacks, and the loop over them.
+
+A program of N unrolled layers takes N times as long to trace and compile. So the layers are cut into runs of a repeating
+pattern (K-EXAONE's LLLG twelve times is one run of period 4); a run's weights and state are stacked along a leading axis
+and one loop goes over its repeats. Two layers are alike when their config entries, their tensors (names, shapes, types)
+and their state components are.
+
+A family's layer is a function ``layer(c, i, w, state, x) → x``: i is the number of a layer *of this kind* (static, for the
+config), w its weights by their name without the block prefix, state its components without the layer's number, x whatever
+the family carries from layer to layer (a pytree).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .state import Sequences, allocate
+from .weights import embed_rows, pack_stack, select_layer
+
+LONGEST_PERIOD = 8
+
+
+def embed(weights, tokens):
+    """Embedding rows of token ids of any shape: [V, D], int32 [...] → [..., D]."""
+    return embed_rows(weights, tokens.reshape(-1)).reshape(*tokens.shape, -1)
+
+
+def block_number(name):
+    """Number i of the block of a tensor ``blk.{i}.…``; −1 for one at the model's ends."""
+    head, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if head == "blk" else -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers start … start + period · repeats − 1: a pattern of ``period`` layers, ``repeats`` times."""
+
+    start: int
+    period: int
+    repeats: int
+
+    def members(self, j):
+        """Numbers of the layers at place j of the pattern."""
+        return range(self.start + j, self.start + self.period * self.repeats, self.period)
+
+
+def runs_of(signatures):
+    """Cut a list of hashable layer signatures into runs, longest repetition first at every point."""
+    runs, at = [], 0
+    while at < len(signatures):
+        best = Run(at, 1, 1)
+        for period in range(1, min(LONGEST_PERIOD, len(signatures) - at) + 1):
+            repeats = 1
+            while signatures[at + repeats * period : at + (repeats + 1) * period] == signatures[at : at + period]:
+                repeats += 1
+            if repeats > 1 and period * repeats > best.period * best.repeats:
+                best = Run(at, period, repeats)
+        runs.append(best)
+        at += best.period * best.repeats
+    return runs
+
+
+def signature(config, tensors, layout, prefix, i):
+    """What makes layer i's program: config entries per layer, tensors, state components."""
+    per_layer = tuple(
+        value[i]
+        for field in dataclasses.fields(config)
+        if isinstance(value := getattr(config, field.name), tuple) and len(value) >= config.layers
+    )
+    held = tuple(sorted((name, str(t.type), t.shape) for name, t in layer_tensors(tensors, prefix, i).items()))
+    return per_layer, held, tuple(sorted(layer_layout(layout, i).items(), key=lambda item: item[0]))
+
+
+def layer_tensors(tensors, prefix, i):
+    """Tensors of layer i by their name without the layer's prefix (``blk.{i}.``)."""
+    prefix = prefix.format(i=i)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def layer_layout(layout, i):
+    """Components of layer i by their name without the number."""
+    return {name.split(".", 1)[1]: kind for name, kind in layout.items() if name.split(".", 1)[0] == str(i)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model's layers are run: static, the same for weights, state and program."""
+
+    runs: tuple[Run, ...]
+    layouts: tuple[tuple[dict, ...], ...]
+    """Per run and place of its pattern: component name → kind."""
+    prefix: str
+    """How the names of a layer's tensors begin, with {i} for its number."""
+
+    @classmethod
+    def of(cls, config, tensors, layout, prefix="blk.{i}."):
+        runs = runs_of([signature(config, tensors, layout, prefix, i) for i in range(config.layers)])
+        layouts = tuple(tuple(layer_layout(layout, run.start + j) for j in range(run.period)) for run in runs)
+        return cls(tuple(runs), layouts, prefix)
+
+    def load(self, tensors, did=lambda tensor: None):
+        """Weights of every run, stacked: [run][place][name] → packed [repeats, …]. Streams tensor by tensor."""
+        return [[self._place(tensors, run, j, did) for j in range(run.period)] for run in self.runs]
+
+    def _place(self, tensors, run, j, did):
+        loaded = {}
+        for name in layer_tensors(tensors, self.prefix, run.start + j):
+            members = [tensors[self.prefix.format(i=i) + name] for i in run.members(j)]
+            loaded[name] = pack_stack(members)
+            for tensor in members:
+                did(tensor)
+        return loaded
+
+    def allocate(self, banks, context, dtype=jnp.float32):
+        """State of every run: [run][place][component] → arrays [repeats, banks, …]."""
+        return [
+            [{name: allocate(kind, run.repeats, banks, context, dtype) for name, kind in layout.items()} for layout in layouts]
+            for run, layouts in zip(self.runs, self.layouts, strict=True)
+        ]
+
+    def apply(self, layer, config, weights, arrays, chunk, x):
+        """Run every layer over ``x``. → (x, new state arrays)."""
+        after = []
+        for run, layouts, held, state in zip(self.runs, self.layouts, weights, arrays, strict=True):
+
+            def repeat(l, carry, run=run, layouts=layouts, held=held):
+                x, state = carry
+                new = []
+                for j, layout in enumerate(layouts):
+                    sequences = Sequences(layout, state[j], chunk, l)
+                    x = layer(config, run.start + j, select_layer(held[j], l), sequences, x)
+                    new.append(sequences.arrays)
+                return x, new
+
+            x, state = repeat(0, (x, state)) if run.repeats == 1 else lax.fori_loop(0, run.repeats, repeat, (x, state))
+            after.append(state)
+        return x, after
+
+
+def of_layers(plan, arrays):
+    """Walk the state: (layer number, component name, kind, arrays of that layer [banks, …])."""
+    for run, layouts, places in zip(plan.runs, plan.layouts, arrays, strict=True):
+        for j, layout in enumerate(layouts):
+            for l, i in enumerate(run.members(j)):
+                for name, kind in layout.items():
+                    yield i, name, kind, jax.tree.map(lambda a, l=l: a[l], places[j][name])

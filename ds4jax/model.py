@@ -1,0 +1,346 @@
+"""A model on the device: the verbs of :mod:`ds4ref.model` over banks that share one set of arrays.
+
+Configs, tensor names and state layout are ds4ref's; a family module here only has the arithmetic (``trunk`` and ``head``).
+One program advances any of its banks by a chunk; chunk sizes, numbers of banks and lengths of the past are rounded up to a
+few steps, so the number of compilations is small and known. State is donated from call to call.
+
+A :class:`Bank` is what ds4ref calls a state: it has tokens and logits, can be truncated, snapshot and restored, and its
+snapshots are those of ds4ref, so they cross backends.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ds4ref import families as reference_families
+from ds4ref.gguf import Artifact, ArtifactError
+from ds4ref.state import Compressed, Recurrent, Ring, Rows, Snapshot, State
+from ds4ref.weights import Weights, check
+
+from . import families
+from .layers import Plan, of_layers
+from .state import Chunk, from_snapshot, to_snapshot
+from .weights import compile_options, pack
+
+SIZES = (1, 16, 64, 256, 1024, 4096)
+LEAST_BUCKET = 256
+
+
+def rounded(n, steps, most):
+    """The smallest of ``steps`` (rising) that is at least n, but no more than ``most``."""
+    return min(most, next((step for step in steps if step >= n), most))
+
+
+def buckets(least, most):
+    """Lengths of the past that programs are made for: powers of four from ``least``, then ``most`` itself."""
+    steps = [least]
+    while steps[-1] < most:
+        steps.append(min(most, 4 * steps[-1]))
+    return tuple(steps)
+
+
+class Model:
+    """An artifact of a known family on the default device, with room for ``banks`` sequences of ``context`` tokens."""
+
+    dtype = np.float32
+
+    def __init__(
+        self, artifact, *, context, banks=1, chunk=256, sizes=SIZES, least_bucket=LEAST_BUCKET, did=lambda _: None, **options
+    ):
+        """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
+
+        chunk: tokens per call in prefill; sizes and least_bucket: chunk sizes and the shortest length of the past that
+        programs are compiled for (fewer means fewer programs and more padding). did: called for every tensor loaded.
+        """
+        self.artifact = artifact
+        self.family = reference_families.of(artifact)
+        self.arithmetic = families.of(artifact)
+        if "context" in self.family.OPTIONS:
+            options["context"] = context
+        self.config = self.family.Config.from_metadata(artifact, **options)
+        if problems := check(artifact, *self.family.tensors(self.config)):
+            raise ArtifactError(f"{artifact.path.name}: {problems[0]}")
+        self.layout = self.family.layout(self.config)
+        self.context, self.banks, self.chunk = context, banks, min(chunk, context)
+        self._sizes, self._buckets = tuple(sorted(sizes)), buckets(min(least_bucket, context), context)
+        tensors_of = getattr(self.arithmetic, "tensors_of", lambda config, artifact: artifact.tensors)
+        tensors = {name: t for name, t in tensors_of(self.config, artifact).items() if self.arithmetic.uses(self.config, name)}
+        prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
+        self.plan = Plan.of(self.config, tensors, self.layout, prefix)
+        top = {name: pack(tensor) for name, tensor in tensors.items() if not name.startswith(prefix.split("{i}")[0])}
+        self._weights = {"top": top, "layers": self.plan.load(tensors, did)}
+        self._arrays = self.plan.allocate(banks, context)
+        self._free = list(range(banks))
+        self._programs = {}
+        self._host = Weights(artifact, np.float32, cache_bytes=0)
+
+    @classmethod
+    def open(cls, path, **kwargs):
+        return cls(Artifact.open(path), **kwargs)
+
+    @property
+    def vocabulary(self):
+        """Rows of the logits."""
+        return self.config.vocabulary
+
+    @property
+    def context_cap(self):
+        """Tokens that one sequence may have at most in this model."""
+        return min(self.context, getattr(self.config, "context_cap", self.config.context))
+
+    def new_state(self):
+        """An empty sequence in a free bank. ValueError when all are taken (``Bank.release`` gives one back)."""
+        if not self._free:
+            raise ValueError(f"all {self.banks} banks are taken")
+        bank = Bank(self, self._free.pop())
+        bank.clear()
+        return bank
+
+    def step(self, bank, token):
+        """Consume one token id and return its logits [V]."""
+        return self.decode([bank], [token])[0]
+
+    def prefill(self, bank, tokens):
+        """Consume ``tokens`` and return the logits [V] after the last (those already known when there are none)."""
+        tokens = self._checked(tokens, bank)
+        for at in range(0, len(tokens), self.chunk):
+            part = tokens[at : at + self.chunk]
+            bank.logits = self._advance([bank], [part], every=False)[0]
+        if bank.logits is None:
+            raise ValueError("prefill needs at least one token: this state has no logits yet")
+        return bank.logits
+
+    def verify(self, bank, tokens):
+        """Consume ``tokens`` and return the logits after every one of them: [T, V]."""
+        tokens, rows = self._checked(tokens, bank), []
+        for at in range(0, len(tokens), self.chunk):
+            part = tokens[at : at + self.chunk]
+            rows.append(self._advance([bank], [part], every=True)[0][: len(part)])
+            bank.logits = rows[-1][-1]
+        return np.concatenate(rows)
+
+    def decode(self, banks, tokens):
+        """One token for each of several banks, in one program: logits [len(banks), V]."""
+        logits = self._advance(banks, [[t] for t in self._checked(tokens)], every=False)
+        for bank, row in zip(banks, logits, strict=True):
+            bank.logits = row
+        return logits
+
+    def _checked(self, tokens, bank=None):
+        """The tokens as a list of int; ValueError before anything is computed."""
+        tokens = [int(token) for token in tokens]
+        if bank is not None and bank.length + len(tokens) > self.context:
+            raise ValueError(f"{bank.length + len(tokens)} tokens exceed the context of {self.context}")
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocabulary}")
+        return tokens
+
+    def _advance(self, banks, parts, every):
+        """Advance each bank by its part. Padding rows stand for idle banks; they change nothing."""
+        longest = max(len(part) for part in parts)
+        reach = max(bank.length + len(part) for bank, part in zip(banks, parts, strict=True))
+        if reach > self.context:
+            raise ValueError(f"{reach} tokens exceed the context of {self.context}")
+        size, bucket = rounded(longest, self._sizes, self.chunk), rounded(reach, self._buckets, self.context)
+        rows = min(self.banks, 1 << (len(banks) - 1).bit_length())
+        tokens = np.zeros((rows, size), np.int32)
+        valid, lengths, slots = (np.zeros(rows, np.int32) for _ in range(3))
+        slots[:] = self.banks  # out of range: reads are clipped, writes dropped
+        for row, (bank, part) in enumerate(zip(banks, parts, strict=True)):
+            tokens[row, : len(part)] = part
+            valid[row], lengths[row], slots[row] = len(part), bank.length, bank.slot
+        program = self._program(bucket, every)
+        prepared = self._prepared(banks, parts, rows, size)
+        logits, self._arrays = program(self._weights, self._arrays, tokens, lengths, valid, slots, *prepared)
+        for bank, part in zip(banks, parts, strict=True):
+            bank._extend(part)
+        return np.asarray(logits)[: len(banks)]
+
+    def _prepared(self, banks, parts, rows, size):
+        """What the family computes on the host for the tokens of this call: nothing, or one array [rows, size, …]."""
+        prepare = getattr(self.arithmetic, "prepare", None)
+        if prepare is None:
+            return ()
+        made = [prepare(self.config, self._host, bank.tokens, part) for bank, part in zip(banks, parts, strict=True)]
+        out = np.zeros((rows, size, *made[0].shape[1:]), np.float32)
+        for row, values in enumerate(made):
+            out[row, : len(values)] = values
+        return (out,)
+
+    def _program(self, bucket, every):
+        key = (bucket, every)
+        if key not in self._programs:
+            run = partial(_run, self.arithmetic, self.config, self.plan, bucket, every)
+            self._programs[key] = jax.jit(run, donate_argnums=1, compiler_options=compile_options())
+        return self._programs[key]
+
+
+def _run(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
+    """The traced program: embeddings, layers, head. → (logits [B, V] of the last real token, or [B, T, V]; state)."""
+    chunk = Chunk(lengths, valid, tokens.shape[1], bucket, banks)
+    x = arithmetic.start(config, weights["top"], tokens, chunk, *prepared)
+    x, arrays = plan.apply(arithmetic.layer, config, weights["layers"], arrays, chunk, x)
+    if not every:
+        last = jnp.maximum(valid - 1, 0)
+        x = jax.tree.map(lambda a: jnp.take_along_axis(a, last.reshape(-1, *(1,) * (a.ndim - 1)), axis=1), x)
+    logits = arithmetic.finish(config, weights["top"], x)
+    return (logits if every else logits[:, 0]), arrays
+
+
+@dataclass
+class Bank:
+    """One sequence in a slot of a :class:`Model`: what :class:`ds4ref.state.State` is to the reference."""
+
+    model: Model
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    logits: np.ndarray | None = None
+
+    @property
+    def layout(self):
+        """State components: name → kind."""
+        return self.model.layout
+
+    @property
+    def length(self):
+        """Tokens consumed."""
+        return len(self.tokens)
+
+    def clear(self):
+        """Forget everything."""
+        self._start = {}
+        self.tokens, self.logits = [], None
+        self.model._arrays = _cleared(self.model._arrays, self.slot)
+
+    def release(self):
+        """Give the slot back; this object must not be used afterwards."""
+        self.model._free.append(self.slot)
+
+    def _extend(self, tokens):
+        self.tokens += tokens
+        for name, kind in self.model.layout.items():
+            held = _held(kind)
+            if held is not None:
+                self._start[name] = max(self._start.get(name, 0), self.length - held)
+
+    def can_truncate(self, n):
+        """Whether the sequence can be cut back to its first n tokens without recomputing anything."""
+        if not 0 <= n <= self.length:
+            return False
+        return n in (0, self.length) or all(
+            not isinstance(kind, Recurrent) and self._start.get(name, 0) <= _needed(kind, n)
+            for name, kind in self.model.layout.items()
+        )
+
+    def truncate(self, n):
+        """Cut back to the first n tokens. ValueError, and no change, where a component no longer holds what n needs."""
+        if not self.can_truncate(n):
+            raise ValueError(f"cannot truncate {self.length} tokens to {n}: a component no longer holds what that needs")
+        if n == 0:
+            self.clear()
+        elif n < self.length:
+            del self.tokens[n:]
+            self.logits = None
+
+    def snapshot(self):
+        """This moment as :class:`ds4ref.state.Snapshot`: NumPy arrays that any backend can restore."""
+        components = {}
+        for i, name, kind, arrays in of_layers(self.model.plan, self.model._arrays):
+            made = to_snapshot({name: kind}, {name: arrays}, self.slot, self.length)[name]
+            components[f"{i}.{name}"] = self._trimmed(f"{i}.{name}", kind, made)
+        logits = None if self.logits is None else np.array(self.logits)
+        return Snapshot(np.array(self.tokens, np.int64), components, logits)
+
+    def _trimmed(self, name, kind, arrays):
+        """Drop ring rows that a truncation has left behind."""
+        if (held := _held(kind)) is None:
+            return arrays
+        key = "pending" if isinstance(kind, Compressed) else "rows"
+        count = min(self.length, held, self.length - self._start.get(name, 0))
+        return arrays | {key: arrays[key][len(arrays[key]) - count :]}
+
+    def checkpoint(self):
+        """A snapshot without what every longer sequence still holds; see :meth:`ds4ref.state.State.checkpoint`."""
+        whole = self.snapshot()
+        kept = {Rows: (), Compressed: ("pending",)}
+        components = {
+            name: {key: array for key, array in arrays.items() if key in kept.get(type(self.layout[name]), arrays)}
+            for name, arrays in whole.components.items()
+        }
+        return Snapshot(whole.tokens, components, whole.logits)
+
+    def resume(self, checkpoint, source):
+        """Become ``checkpoint`` with what it left out copied from ``source``, a bank whose tokens begin with its."""
+        n = len(checkpoint.tokens)
+        if source.tokens[:n] != checkpoint.tokens.tolist():
+            raise ValueError(f"the source's tokens do not begin with the {n} of the checkpoint")
+        components = {name: dict(arrays) for name, arrays in checkpoint.components.items()}
+        for name, arrays in source.snapshot().components.items():
+            kind = self.layout[name]
+            if isinstance(kind, Rows):
+                components[name]["rows"] = arrays["rows"][:n]
+            elif isinstance(kind, Compressed):
+                components[name]["blocks"] = arrays["blocks"][: n // kind.ratio]
+        self.restore(Snapshot(checkpoint.tokens, components, checkpoint.logits))
+
+    def restore(self, snapshot):
+        """Become ``snapshot``. ValueError, and no change, when it does not belong to this layout."""
+        state = self._float32(snapshot)
+        length, model = len(snapshot.tokens), self.model
+        if length > model.context:
+            raise ValueError(f"a snapshot of {length} tokens exceeds the context of {model.context}")
+        arrays = jax.tree.map(lambda a: a, model._arrays)
+        for r, (run, layouts) in enumerate(zip(model.plan.runs, model.plan.layouts, strict=True)):
+            for j, layout in enumerate(layouts):
+                for l, i in enumerate(run.members(j)):
+                    for name, kind in layout.items():
+                        filled = from_snapshot({name: kind}, {name: state[f"{i}.{name}"]}, length, model.context)[name]
+                        place = arrays[r][j][name]
+                        arrays[r][j][name] = {
+                            key: place[key].at[l, self.slot, : len(value)].set(value) for key, value in filled.items()
+                        }
+        model._arrays = arrays
+        self.tokens = snapshot.tokens.tolist()
+        self.logits = None if snapshot.logits is None else snapshot.logits.astype(np.float32)
+        self._start = {}
+        for name, kind in model.layout.items():
+            if _held(kind) is not None:
+                key = "pending" if isinstance(kind, Compressed) else "rows"
+                self._start[name] = length - len(state[name][key])
+
+    def _float32(self, snapshot):
+        """The snapshot's components in float32, checked by ds4ref against the layout."""
+        components = {
+            name: {key: np.asarray(value, np.float32) for key, value in arrays.items()}
+            for name, arrays in snapshot.components.items()
+        }
+        State(self.model.layout, np.float32).restore(Snapshot(snapshot.tokens, components))
+        return components
+
+
+def _held(kind):
+    """How many of the newest token rows a component holds, or None where that is not what limits it."""
+    return kind.window if isinstance(kind, Ring) else kind.span if isinstance(kind, Compressed) else None
+
+
+def _needed(kind, n):
+    """The oldest token row that a component of a sequence of n tokens still needs (see ds4ref.state)."""
+    if isinstance(kind, Ring):
+        return max(0, n - kind.window + 1)
+    if isinstance(kind, Compressed):
+        return max(0, n // kind.ratio * kind.ratio - (kind.span - kind.ratio))
+    return n
+
+
+@partial(jax.jit, donate_argnums=0)
+def _cleared(arrays, slot):
+    """Recurrent state starts from zero; every other row is hidden by its position until it is overwritten."""
+
+    def clear(path, array):
+        return array.at[:, slot].set(0) if path[-1].key == "value" else array
+
+    return jax.tree_util.tree_map_with_path(clear, arrays)

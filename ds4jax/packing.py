@@ -1,0 +1,334 @@
+"""GGUF blocks on the host → planes for the device: the file's bits, regrouped so that a product can stream them.
+
+A plane holds one field of every block of a matrix [N, K], output rows last ("lanes"): [K / block, *field, N]. Four kinds:
+
+    int8     values × a scale per block or sub-block (+ a minimum): exact for every type but the plain ones
+    float    the plain float types, at their own width (float64 as float32, bfloat16 as the upper half of a float32's bits)
+    Q4_K, Q2_K, IQ2_XXS   the file's own codes, for the types that large models are mostly made of
+
+With integers of few bits and float16 scales, every product of scales and codes fits float32 exactly; so a kind gives the bits
+that ``ds4ref.quants`` gives. Field layouts are those of the GGUF format (ggml's ``block_*``); codebooks come from
+``gguf.quants``. Knows nothing about JAX arrays or products.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from math import prod
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from ds4ref.quants import BLOCK, TensorType
+
+OWN_KINDS = {TensorType.Q4_K: "Q4_K", TensorType.Q2_K: "Q2_K", TensorType.IQ2_XXS: "IQ2_XXS"}
+FLOATS = {
+    TensorType.F32: np.dtype("<f4"),
+    TensorType.F16: np.dtype("<f2"),
+    TensorType.BF16: np.dtype("<u2"),
+    TensorType.F64: np.dtype("<f8"),
+}
+FACTOR = {
+    TensorType.IQ1_S: 1 / 8,
+    TensorType.IQ1_M: 1 / 8,
+    TensorType.IQ2_XXS: 1 / 8,
+    TensorType.IQ2_XS: 1 / 8,
+    TensorType.IQ2_S: 1 / 8,
+    TensorType.IQ3_XXS: 1 / 4,
+}
+"""What scales of the int8 kind are further multiplied by (1 where absent): it makes factors and codes whole numbers."""
+
+LANE_PAD = 64
+ROWS_AT_ONCE = 64  # rows whose blocks are unpacked together: the temporaries stay in the cache
+
+
+def kind(type, layout):
+    """How a type is kept. layout: "cpu", or "int8", which spends up to four times the bytes of IQ2_XXS to double its speed."""
+    if type in FLOATS:
+        return "float"
+    return OWN_KINDS[type] if type in OWN_KINDS and (layout, type) != ("int8", TensorType.IQ2_XXS) else "int8"
+
+
+def planes(data, type, shape, layout="cpu"):
+    """The planes of a tensor [..., N, K]: name → array [..., K / block, *field, N], and its main plane "q" wider than N.
+
+    data: uint8, the tensor's bytes in the file. ``q`` has LANE_PAD unused lanes where its rows would otherwise all
+    fall into the same few sets of a cache.
+    """
+    *lead, N, K = shape
+    if type in FLOATS:
+        blocks, split = _float_blocks(data, type, K), lambda b: {"q": b[:, None]}
+    else:
+        split = _SPLIT[OWN_KINDS.get(type) if kind(type, layout) != "int8" else type]
+        blocks = data.reshape(-1, BLOCK[type][1])
+    blocks = blocks.reshape(prod(lead), N, -1, blocks.shape[-1])
+
+    def unpack(m, n):
+        rows = blocks[m, n : n + ROWS_AT_ONCE]
+        fields = split(rows.reshape(-1, rows.shape[-1]))
+        return {name: field.reshape(*rows.shape[:2], *field.shape[1:]) for name, field in fields.items()}
+
+    def write(part):
+        m, n = part
+        for name, field in unpack(m, n).items():
+            out[name][m, ..., n : n + len(field)] = np.moveaxis(field, 0, -1)
+
+    out = {}
+    for name, field in unpack(0, 0).items():
+        width = N + LANE_PAD * (name == "q" and N * field.itemsize % 1024 == 0)
+        out[name] = np.zeros((len(blocks), *field.shape[1:], width), field.dtype)
+    parts = product(range(len(blocks)), range(0, N, ROWS_AT_ONCE))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets go of the interpreter while it copies
+        list(pool.map(write, parts))
+    return {name: plane.reshape(*lead, *plane.shape[1:]) for name, plane in out.items()}
+
+
+def _float_blocks(data, type, K):
+    """Floats in blocks of the largest divisor of K up to 32."""
+    values = data.view(FLOATS[type])
+    if type is TensorType.F64:
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
+    return values.reshape(-1, max(b for b in range(1, 33) if K % b == 0))
+
+
+# Fields of blocks uint8 [n, size] → name → [n, *field]. int8 kind: q int8 [n, S, W] codes of S sub-blocks of W values,
+# d, m float16 [n] scale and minimum (what is *added*), sc, mn int8 [n, S] their factors. value = d·factor·sc·q + m·mn.
+
+
+def _q8_0(b):
+    return {"q": b[:, None, 2:].view(np.int8), "d": _f16(b[:, :2])}
+
+
+def _q4_0(b):
+    return {"q": _int8(_nibbles(b[:, 2:])[:, None], -8), "d": _f16(b[:, :2])}
+
+
+def _q4_1(b):
+    return {"q": _int8(_nibbles(b[:, 4:])[:, None]), "d": _f16(b[:, :2]), "m": _f16(b[:, 2:4])}
+
+
+def _q5_0(b):
+    return {"q": _int8(_nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4, -16)[:, None], "d": _f16(b[:, :2])}
+
+
+def _q5_1(b):
+    q = _nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4
+    return {"q": _int8(q)[:, None], "d": _f16(b[:, :2]), "m": _f16(b[:, 2:4])}
+
+
+def _q3_k(b):
+    high, low, scales = b[:, :32], b[:, 32:96].reshape(-1, 2, 1, 32), b[:, 96:108]
+    q = (low >> _shifts(4, 2)) & 3 | (high[:, None, None] >> _shifts(8).reshape(2, 4, 1) & 1) << 2
+    low, high = scales[:, :8], scales[:, 8:]
+    sc = np.concatenate([low & 15, low >> 4], 1) | (high[:, None] >> _shifts(4, 2) & 3).reshape(-1, 16) << 4
+    return {"q": _int8(q, -4).reshape(-1, 16, 16), "sc": _int8(sc, -32), "d": _f16(b[:, 108:])}
+
+
+def _q4_k(b):
+    sc, mn = _six_bits(b[:, 4:16])
+    q = b[:, 16:].reshape(-1, 4, 32)
+    return {"q": q, "sc": sc.reshape(-1, 4, 2), "mn": mn.reshape(-1, 4, 2), "d": _f16(b[:, :2]), "m": -_f16(b[:, 2:4])}
+
+
+def _q5_k(b):
+    sc, mn = _six_bits(b[:, 4:16])
+    low = b[:, 48:].reshape(-1, 4, 1, 32) >> _shifts(2, 4) & 15
+    q = low.reshape(-1, 8, 32) | (b[:, None, 16:48] >> _shifts(8) & 1) << 4
+    return {"q": _int8(q), "sc": sc, "mn": mn, "d": _f16(b[:, :2]), "m": -_f16(b[:, 2:4])}
+
+
+def _q6_k(b):
+    low = b[:, :128].reshape(-1, 2, 1, 64) >> _shifts(2, 4) & 15
+    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(4, 2) & 3
+    q = low.reshape(-1, 2, 4, 32) | high << 4
+    return {"q": _int8(q, -32).reshape(-1, 16, 16), "sc": b[:, 192:208].view(np.int8), "d": _f16(b[:, 208:])}
+
+
+def _q2_k(b):
+    """q [n, half, which 16, 16], each byte four codes; s [n, half, which 16, code], scale in the low nibble, minimum above."""
+    s = b[:, :16].reshape(-1, 2, 4, 2).transpose(0, 1, 3, 2)
+    return {"q": b[:, 16:80].reshape(-1, 2, 2, 16), "s": s, "d": _f16(b[:, 80:82]), "m": -_f16(b[:, 82:])}
+
+
+def _iq2_xxs(b):
+    """q [n, 8, 4] grid indices; s uint32 [n, 8]: four times seven signs, the scale above."""
+    words = b[:, 2:].copy().view("<u4").reshape(-1, 8, 2)
+    return {"q": b[:, 2:].reshape(-1, 8, 8)[..., :4], "s": words[..., 1], "d": _f16(b[:, :2])}
+
+
+def _iq2_xxs_int8(b):
+    f = _iq2_xxs(b)
+    q = _signed(_grid("IQ2_XXS")[f["q"]], _seven_signs(f["s"]))
+    return {"q": q.reshape(-1, 8, 32), "sc": _odd(f["s"] >> 28), "d": f["d"]}
+
+
+def _iq2_xs(b):
+    words = b[:, 2:66].copy().view("<u2")
+    q = _signed(_grid("IQ2_XS")[words & 511], _parity_signs()[words >> 9])
+    return {"q": q.reshape(-1, 16, 16), "sc": _odd(_pairs(b[:, 66:])), "d": _f16(b[:, :2])}
+
+
+def _iq2_s(b):
+    index = b[:, 2:34] | (b[:, 66:74, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1, 32).astype(np.uint16) << 8
+    q = _signed(_grid("IQ2_S")[index], b[:, 34:66])
+    return {"q": q.reshape(-1, 16, 16), "sc": _odd(_pairs(b[:, 74:])), "d": _f16(b[:, :2])}
+
+
+def _iq3_xxs(b):
+    s = b[:, 66:].copy().view("<u4")
+    q = _signed(_grid("IQ3_XXS")[b[:, 2:66]].reshape(-1, 8, 4, 8), _seven_signs(s))
+    return {"q": q.reshape(-1, 8, 32), "sc": _odd(s >> 28), "d": _f16(b[:, :2])}
+
+
+def _iq3_s(b):
+    index = b[:, 2:66] | _bits(b[:, 66:74]).astype(np.uint16) << 8
+    q = _signed(_grid("IQ3_S")[index].reshape(-1, 32, 8), b[:, 74:106])
+    return {"q": q.reshape(-1, 8, 32), "sc": _odd(_pairs(b[:, 106:])), "d": _f16(b[:, :2])}
+
+
+def _iq1_s(b):
+    """The codebook's −1, 0, 1 and the shift of ±1/8 that 32 values share, times 8."""
+    high = b[:, 34:].copy().view("<u2")
+    index = b[:, 2:34] | ((high[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7) << 8).reshape(-1, 32)
+    q = _grid("IQ1_S")[index].reshape(-1, 8, 32) * np.int8(8) + _shift(high >> 15)[..., None]
+    return {"q": q, "sc": _odd(high >> 12 & 7), "d": _f16(b[:, :2])}
+
+
+def _iq1_m(b):
+    """As IQ1_S, with a shift for every 8 values and the scale's 16 bits spread over four words."""
+    high, words = _pairs(b[:, 32:48]), b[:, 48:].copy().view("<u2")
+    index = b[:, :32] | (high & 7).astype(np.uint16) << 8
+    q = _grid("IQ1_M")[index] * np.int8(8) + _shift(high >> 3)[..., None]
+    d = np.bitwise_or.reduce(words >> 12 << np.arange(0, 16, 4, dtype=np.uint16), axis=1).view(np.float16)
+    sc = _odd((words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 16))
+    return {"q": q.reshape(-1, 16, 16), "sc": sc, "d": d}
+
+
+def _iq4_nl(b):
+    return {"q": _levels("IQ4_NL")[_nibbles(b[:, 2:])][:, None], "d": _f16(b[:, :2])}
+
+
+def _iq4_xs(b):
+    q = _levels("IQ4_NL")[_nibbles(b[:, 8:].reshape(-1, 8, 16))]
+    high = b[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    return {"q": q, "sc": _int8(_pairs(b[:, 4:8]) | high.astype(np.uint8) << 4, -32), "d": _f16(b[:, :2])}
+
+
+def _mxfp4(b):
+    """Twice the E2M1 values; 2^(e − 128), a subnormal for e < 2, is exact in bfloat16."""
+    e = b[:, 0].astype(np.uint16)
+    d = np.where(e < 2, 0x20 << e, (e.astype(np.int32) - 1) << 7).astype(np.uint16)
+    return {"q": _levels("MXFP4")[_nibbles(b[:, 1:])][:, None], "d": d.view(ml_dtypes.bfloat16)}
+
+
+def _pq2_0(b):
+    q = b[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return {"q": _int8(q, -1).reshape(-1, 4, 32), "d": _f16(b[:, :2])}
+
+
+_SPLIT = {
+    "Q4_K": _q4_k,
+    "Q2_K": _q2_k,
+    "IQ2_XXS": _iq2_xxs,
+    TensorType.Q4_0: _q4_0,
+    TensorType.Q4_1: _q4_1,
+    TensorType.Q5_0: _q5_0,
+    TensorType.Q5_1: _q5_1,
+    TensorType.Q8_0: _q8_0,
+    TensorType.Q3_K: _q3_k,
+    TensorType.Q5_K: _q5_k,
+    TensorType.Q6_K: _q6_k,
+    TensorType.IQ1_S: _iq1_s,
+    TensorType.IQ1_M: _iq1_m,
+    TensorType.IQ2_XXS: _iq2_xxs_int8,
+    TensorType.IQ2_XS: _iq2_xs,
+    TensorType.IQ2_S: _iq2_s,
+    TensorType.IQ3_XXS: _iq3_xxs,
+    TensorType.IQ3_S: _iq3_s,
+    TensorType.IQ4_NL: _iq4_nl,
+    TensorType.IQ4_XS: _iq4_xs,
+    TensorType.MXFP4: _mxfp4,
+    TensorType.PQ2_0: _pq2_0,
+}
+
+
+def _f16(b):
+    """float16 [n] of bytes [n, 2]."""
+    return b.copy().view("<f2")[:, 0]
+
+
+def _int8(codes, offset=0):
+    return codes.view(np.int8) + np.int8(offset) if offset else codes.view(np.int8)
+
+
+def _odd(s):
+    return (2 * s + 1).astype(np.int8)
+
+
+def _shift(negative):
+    return 1 - 2 * negative.astype(np.int8)
+
+
+def _shifts(count, step=1):
+    return np.arange(0, count * step, step, dtype=np.uint8).reshape(count, 1)
+
+
+def _nibbles(b):
+    """Codes [..., 2m] of bytes [..., m]: all low nibbles, then all high ones."""
+    return np.concatenate([b & 15, b >> 4], axis=-1)
+
+
+def _pairs(b):
+    """Codes [n, 2m] of bytes [n, m]: low and high nibble of each in turn."""
+    return np.stack([b & 15, b >> 4], axis=-1).reshape(len(b), -1)
+
+
+def _bits(b):
+    """Bits [n, 8m] of bytes [n, m], low bit first."""
+    return np.unpackbits(b, axis=-1, bitorder="little")
+
+
+def _six_bits(b):
+    """Scales and minima int8 [n, 8] of the twelve bytes that Q4_K and Q5_K keep them in."""
+    d, m, rest = b[:, :4], b[:, 4:8], b[:, 8:]
+    sc = np.concatenate([d & 63, rest & 15 | d >> 2 & 48], axis=1)
+    mn = np.concatenate([m & 63, rest >> 4 | m >> 2 & 48], axis=1)
+    return sc.view(np.int8), mn.view(np.int8)
+
+
+def _signed(values, signs):
+    """int8 [..., 8], negative where the bit of ``signs`` [...] is set."""
+    negative = np.unpackbits(signs[..., None], axis=-1, bitorder="little").view(np.int8)
+    return (values ^ -negative) + negative
+
+
+def _seven_signs(words):
+    """Sign bytes [n, 8, 4] of words [n, 8]: seven bits each, the eighth their parity."""
+    return _parity_signs()[words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127]
+
+
+@cache
+def _parity_signs():
+    codes = np.arange(128, dtype=np.uint8)
+    return codes | (np.bitwise_count(codes) & 1) << 7
+
+
+@cache
+def _grid(name):
+    """The codebook of a type: int8 [entries, 4 or 8]."""
+    traits = getattr(gguf.quants, name)
+    traits.init_grid()
+    return traits.grid[0, 0].astype(np.int8)
+
+
+@cache
+def _levels(name):
+    return np.array(getattr(gguf.quants, name).kvalues, np.int8)
+
+
+def iq2_xxs_table():
+    """The IQ2_XXS codebook as words of four magnitudes, low byte first: int32 [2, 256] for values 0–3 and 4–7."""
+    return np.ascontiguousarray(_grid("IQ2_XXS").reshape(256, 2, 4)).view("<i4")[..., 0].T.copy()
