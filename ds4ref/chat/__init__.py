@@ -115,6 +115,21 @@ class Block:
 # general.architecture → module of this package.
 PROTOCOLS: dict[str, str] = {
     "deepseek4": "deepseek4",
+    "glm5-next": "glm",
+    "glm-dsa": "glm",
+    "bailingmoe3": "ling",
+    "solar-open2": "solar",
+    "exaone-moe": "exaone",
+    "k2-horizon": "k2",
+    "motif3": "motif",
+    "inkling": "inkling",
+    "qwen35": "qwen",
+    "qwen4exp": "qwen",
+    "mimo2": "mimo",
+    "naive_n05_flash": "naive",
+    "step35": "step",
+    "dots3note": "dots",
+    "dots3-note": "dots",
 }
 
 
