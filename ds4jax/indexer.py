@@ -20,6 +20,8 @@ def select(scores, mask, k):
     """The mask [B, T, S] narrowed to each query's k best visible rows (all of them when S ≤ k)."""
     if scores.shape[-1] <= k:
         return mask
+    # XLA ranks −0.0 below +0.0, which would break the tie order of scores that are zero.
+    scores = jnp.where(scores == 0, 0.0, scores)
     best = lax.top_k(jnp.where(mask, scores, -jnp.inf), k)[1]
     banks, tokens = jnp.arange(scores.shape[0])[:, None, None], jnp.arange(scores.shape[1])[None, :, None]
     return mask & jnp.zeros(mask.shape, bool).at[banks, tokens, best].set(True)

@@ -180,7 +180,8 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
     """``y_r = Σ_k weights[r, k] · down_e( act(gate_e h_r, up_e h_r) )`` with e = chosen[r, k].
 
     h: [R, D]; chosen, weights: [R, K]; gate, up: stacks [E, F, D]; down: [E, D, F]; act: (gate, up) [..., F] → [..., F].
-    own: arrays [E, ...] whose entry of the expert ``act`` gets as further arguments. Few pairs go one by one; many are grouped by expert, and each expert that has any is dequantised once.
+    own: arrays [E, ...] whose entries of the expert are further arguments of ``act``.
+    Few pairs go one by one; many are grouped by expert, and each expert that has any is dequantised once.
     """
     pairs = chosen.size
     many = len(h) > FEW_ROWS and pairs >= PAIRS_PER_EXPERT * gate.shape[-3]
@@ -217,12 +218,12 @@ def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
     def one_expert(i, y):
         e = busy[i]
         g, u, d = (lax.optimization_barrier(_transposed(w, e)) for w in (gate, up, down))
-        mine = [a[e] for a in own]
+        held = [a[e] for a in own]
 
         def one_tile(state):
             at, y = state
             rows = lax.dynamic_slice_in_dim(x, at, TILE)
-            return at + TILE, lax.dynamic_update_slice_in_dim(y, act(rows @ g, rows @ u, *mine) @ d, at, 0)
+            return at + TILE, lax.dynamic_update_slice_in_dim(y, act(rows @ g, rows @ u, *held) @ d, at, 0)
 
         return lax.while_loop(lambda state: state[0] < ends[e], one_tile, (starts[e], y))[1]
 

@@ -89,10 +89,15 @@ class Conversation:
         if prompt is not None:
             markers = frozenset(self.chat.protocol.MARKERS)
             parser = self.chat.parser(prompt, tools, stream=stream, single=single)
-            opening, closing = self.chat.protocol.REASONING
-            if opening:
-                tracker = ReasoningTracker((opening.encode(),), (closing.encode(),), prompt.thinking)
+            openings, closings = map(_tags, self.chat.protocol.REASONING)
+            if openings:
+                tracker = ReasoningTracker(openings, closings, prompt.thinking)
         return Generation(
             self.tokenizer, list(ids), params, budget, context, StopPolicy(self.end_ids, eos=eos), parser,
             markers, tuple(stop_strings), tracker, choice, vocabulary,
         )  # fmt: skip
+
+
+def _tags(tags):
+    """A protocol's tag, its several tags, or none (""), as bytes."""
+    return tuple(tag.encode() for tag in ((tags,) if isinstance(tags, str) else tags) if tag)

@@ -4,7 +4,7 @@ One module per protocol, `ds4ref/chat/<protocol>.py`, with this surface:
 
     STOPS: tuple[str, ...]      special tokens that end generation, by their text ("<｜end▁of▁sentence｜>" …)
     MARKERS: tuple[str, ...]    control tokens whose sampling the parser must hear of through `mark` (mostly none)
-    REASONING: tuple[str, str]  the markers around reasoning, ("<think>", "</think>"); ("", "") if there are none
+    REASONING: tuple            the markers around reasoning, ("<think>", "</think>"), each one or several; ("", "") if none
     def settings(metadata, name) -> dict        optional: what the artifact fixes, as keywords of `render`
     def refuse_template(template) -> str | None optional: why an embedded template is not this protocol's
     def render(messages, tools, options, *, template=None, specials=NO_SPECIALS, blocks={}, **settings) -> Prompt

@@ -32,7 +32,7 @@ START, END = "<|ifm|im_start|>", "<|ifm|im_end|>"
 _NAMES = {"high": "think", "medium": "think_fast", "low": "think_faster"}
 THINK = tuple(f"<ifm|{name}>" for name in _NAMES.values())
 END_THINK = tuple(f"</ifm|{name}>" for name in _NAMES.values())
-REASONING = (THINK[0], END_THINK[0])
+REASONING = (THINK, END_THINK)
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 TAGS = Tags(
