@@ -119,6 +119,12 @@ class _Rows:
         self._data = _checked(arrays, "rows", length, length, self.kind.shape, self._data.dtype)
         self.length = length
 
+    def checkpoint(self):
+        return {}
+
+    def resume(self, length, arrays, source):
+        self.restore(length, {"rows": source.rows()[:length]})
+
 
 class _Ring:
     def __init__(self, kind, dtype):
@@ -158,6 +164,12 @@ class _Ring:
         # After a truncation one row fewer than the window may be held: that is a whole state too.
         self._restore(length, arrays, "rows", min(length, self.kind.window - 1))
 
+    def checkpoint(self):
+        return self.snapshot()
+
+    def resume(self, length, arrays, source):
+        self.restore(length, arrays)
+
     def _restore(self, length, arrays, name, least):
         rows = _checked(arrays, name, least, min(length, self.kind.window), self.kind.shape, self._data.dtype)
         self.length = length
@@ -190,6 +202,12 @@ class _Recurrent:
         rows, *shape = self.kind.shape
         self.value = _checked(arrays, "value", rows, rows, tuple(shape), self.value.dtype)
         self.length = length
+
+    def checkpoint(self):
+        return self.snapshot()
+
+    def resume(self, length, arrays, source):
+        self.restore(length, arrays)
 
 
 class _Compressed:
@@ -240,6 +258,13 @@ class _Compressed:
         self._blocks._data = _checked(arrays, "blocks", blocks, blocks, self.kind.shape, self._blocks._data.dtype)
         self._blocks.length = blocks
 
+    def checkpoint(self):
+        return {"pending": self._pending.rows()}
+
+    def resume(self, length, arrays, source):
+        # A block depends on its own and earlier tokens only, so a longer sequence holds those of every prefix.
+        self.restore(length, {**arrays, "blocks": source.rows()[: length // self.kind.ratio]})
+
 
 def _checked(arrays, name, least, most, shape, dtype):
     """``arrays[name]`` as a private copy, after its shape and dtype were found to be those of the component."""
@@ -259,11 +284,18 @@ class Snapshot:
     """Everything a sequence needs to go on, as arrays that share nothing with it.
 
     tokens: int64 [T]; components: component name → array name → array; logits: [V] of the last token, or None.
+    A *checkpoint* is one without the arrays that a longer sequence still holds (``State.checkpoint``).
     """
 
     tokens: np.ndarray
     components: dict[str, dict[str, np.ndarray]]
     logits: np.ndarray | None = None
+
+    @property
+    def nbytes(self):
+        """Bytes of all arrays."""
+        arrays = [self.tokens, *(array for arrays in self.components.values() for array in arrays.values())]
+        return sum(array.nbytes for array in arrays) + (0 if self.logits is None else self.logits.nbytes)
 
 
 @dataclass
@@ -307,18 +339,35 @@ class State:
 
     def snapshot(self):
         """A :class:`Snapshot` of this moment."""
-        components = {name: c.snapshot() for name, c in self._components.items()}
+        return self._taken({name: c.snapshot() for name, c in self._components.items()})
+
+    def checkpoint(self):
+        """A :class:`Snapshot` of this moment without what every longer sequence still holds: the rows of ``Rows`` and the
+        complete blocks of ``Compressed``. ``resume`` takes those from such a sequence."""
+        return self._taken({name: c.checkpoint() for name, c in self._components.items()})
+
+    def _taken(self, components):
         return Snapshot(np.array(self.tokens, np.int64), components, None if self.logits is None else self.logits.copy())
 
     def restore(self, snapshot):
         """Become ``snapshot``. ValueError, and no change, when it does not belong to this layout."""
+        self._become(snapshot, lambda name, component, *past: component.restore(*past))
+
+    def resume(self, checkpoint, source):
+        """Become ``checkpoint`` with what it left out copied from ``source``: a state, this one too, of the same layout
+        whose tokens begin with the checkpoint's. ValueError, and no change, when they do not or a component does not fit."""
+        if source.tokens[: len(checkpoint.tokens)] != checkpoint.tokens.tolist():
+            raise ValueError(f"the source's tokens do not begin with the {len(checkpoint.tokens)} of the checkpoint")
+        self._become(checkpoint, lambda name, component, *past: component.resume(*past, source[name]))
+
+    def _become(self, snapshot, restore):
         if snapshot.components.keys() != self.layout.keys():
             odd = sorted(snapshot.components.keys() ^ self.layout.keys())
             raise ValueError(f"snapshot and layout differ in component {odd[0]!r}")
         components = {name: kind.new(self.dtype) for name, kind in self.layout.items()}
         for name, component in components.items():
             try:
-                component.restore(len(snapshot.tokens), snapshot.components[name])
+                restore(name, component, len(snapshot.tokens), snapshot.components[name])
             except ValueError as error:
                 raise ValueError(f"component {name!r}: {error}") from None
         self._components = components
