@@ -1,6 +1,7 @@
 """Hyper-connections over any leading axes: :mod:`ds4ref.hyper` in JAX. Letters: N streams, D width."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from .ops import rms_norm, sigmoid, softmax
 from .weights import linear
@@ -10,19 +11,22 @@ def sinkhorn(logits, iterations, eps):
     """Nearly doubly stochastic [..., N, N]: softmax over columns, + eps, one column step, then row and column steps."""
     c = softmax(logits, axis=-1) + eps
     c = c / (jnp.sum(c, axis=-2, keepdims=True) + eps)
-    for _ in range(iterations - 1):
+
+    def pair(_, c):
         c = c / (jnp.sum(c, axis=-1, keepdims=True) + eps)
-        c = c / (jnp.sum(c, axis=-2, keepdims=True) + eps)
-    return c
+        return c / (jnp.sum(c, axis=-2, keepdims=True) + eps)
+
+    return lax.fori_loop(0, iterations - 1, pair, c)
 
 
 def sinkhorn_exp(logits, iterations, bound=20.0, floor=1e-8):
     """Motif-3's form: ``exp`` of the clamped logits [..., N, N], then so many times rows and columns divided by their sums."""
-    m = jnp.exp(jnp.clip(logits, -bound, bound))
-    for _ in range(iterations):
+
+    def pair(_, m):
         m = m / jnp.maximum(jnp.sum(m, axis=-1, keepdims=True), floor)
-        m = m / jnp.maximum(jnp.sum(m, axis=-2, keepdims=True), floor)
-    return m
+        return m / jnp.maximum(jnp.sum(m, axis=-2, keepdims=True), floor)
+
+    return lax.fori_loop(0, iterations, pair, jnp.exp(jnp.clip(logits, -bound, bound)))
 
 
 def connect(streams, fn, base, scale, iterations, eps, norm_eps):

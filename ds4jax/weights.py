@@ -29,6 +29,7 @@ from . import packing
 
 LAYOUTS = ("cpu", "int8")
 FEW_ROWS = 6  # rows of x that are multiplied one by one
+SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
 CHUNK_VALUES = 1 << 20  # float32 values dequantised at a time
 TILE = 32  # tokens of one expert multiplied at a time
 PAIRS_PER_EXPERT = 4  # (token, expert) pairs per expert from which dequantising an expert pays
@@ -250,7 +251,7 @@ def _dense_product(w, x):
 def _packed_product(w, x):
     if len(w.shape) != 2:
         raise ValueError(f"a product needs one matrix; {w.type} weights {list(w.shape)} are a stack, choose with at()")
-    if len(x) <= FEW_ROWS:
+    if len(x) <= FEW_ROWS and w.rows * w.columns > SMALL:
         return jnp.stack([_KINDS[w.kind].product(w, row) for row in x])
     size = min(w.rows, max(64, CHUNK_VALUES // w.columns))
     return _chunked_product(w, x, size)
