@@ -94,12 +94,20 @@ class Plan:
     """Per run and place of its pattern: component name → kind."""
     prefix: str
     """How the names of a layer's tensors begin, with {i} for its number."""
+    homes: dict
+    """State components that the reference names without a layer's number → the layer that holds them."""
 
     @classmethod
-    def of(cls, config, tensors, layout, prefix="blk.{i}."):
+    def of(cls, config, tensors, layout, prefix="blk.{i}.", homes=None):
+        homes = homes or {}
+        layout = {f"{homes[name]}.{name}" if name in homes else name: kind for name, kind in layout.items()}
         runs = runs_of([signature(config, tensors, layout, prefix, i) for i in range(config.layers)])
         layouts = tuple(tuple(layer_layout(layout, run.start + j) for j in range(run.period)) for run in runs)
-        return cls(tuple(runs), layouts, prefix)
+        return cls(tuple(runs), layouts, prefix, homes)
+
+    def component(self, i, name):
+        """The reference's name of layer i's component ``name``."""
+        return name if name in self.homes else f"{i}.{name}"
 
     def load(self, tensors, did=lambda tensor: None):
         """Weights of every run, stacked: [run][place][name] → packed [repeats, …]. Streams tensor by tensor."""

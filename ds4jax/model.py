@@ -69,7 +69,8 @@ class Model:
         tensors_of = getattr(self.arithmetic, "tensors_of", lambda config, artifact: artifact.tensors)
         tensors = {name: t for name, t in tensors_of(self.config, artifact).items() if self.arithmetic.uses(self.config, name)}
         prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
-        self.plan = Plan.of(self.config, tensors, self.layout, prefix)
+        homes = getattr(self.arithmetic, "homes", lambda config: {})(self.config)
+        self.plan = Plan.of(self.config, tensors, self.layout, prefix, homes)
         top = {name: pack(tensor) for name, tensor in tensors.items() if not name.startswith(prefix.split("{i}")[0])}
         self._weights = {"top": top, "layers": self.plan.load(tensors, did)}
         self._arrays = self.plan.allocate(banks, context)
@@ -251,7 +252,8 @@ class Bank:
         components = {}
         for i, name, kind, arrays in of_layers(self.model.plan, self.model._arrays):
             made = to_snapshot({name: kind}, {name: arrays}, self.slot, self.length)[name]
-            components[f"{i}.{name}"] = self._trimmed(f"{i}.{name}", kind, made)
+            full = self.model.plan.component(i, name)
+            components[full] = self._trimmed(full, kind, made)
         logits = None if self.logits is None else np.array(self.logits)
         return Snapshot(np.array(self.tokens, np.int64), components, logits)
 
@@ -298,7 +300,8 @@ class Bank:
             for j, layout in enumerate(layouts):
                 for l, i in enumerate(run.members(j)):
                     for name, kind in layout.items():
-                        filled = from_snapshot({name: kind}, {name: state[f"{i}.{name}"]}, length, model.context)[name]
+                        held = state[model.plan.component(i, name)]
+                        filled = from_snapshot({name: kind}, {name: held}, length, model.context)[name]
                         place = arrays[r][j][name]
                         arrays[r][j][name] = {
                             key: place[key].at[l, self.slot, : len(value)].set(value) for key, value in filled.items()

@@ -9,10 +9,10 @@ from jax import lax
 from .ops import sigmoid, silu, softplus, unit_norm
 
 
-def short_conv(rows, taps):
-    """Causal depthwise convolution. rows: [B, K − 1 + T, C] oldest first, taps: [C, K] → [B, T, C]."""
-    tokens = rows.shape[1] - taps.shape[1] + 1
-    return sum(rows[:, j : j + tokens] * taps[:, j] for j in range(taps.shape[1]))
+def short_conv(rows, taps, dilation=1):
+    """Causal depthwise convolution. rows: [B, dilation · (K − 1) + T, C] oldest first, taps: [C, K] → [B, T, C]."""
+    tokens = rows.shape[1] - dilation * (taps.shape[1] - 1)
+    return sum(rows[:, j * dilation : j * dilation + tokens] * taps[:, j] for j in range(taps.shape[1]))
 
 
 def bounded_decay(raw, rate, lower):

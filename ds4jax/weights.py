@@ -32,7 +32,7 @@ FEW_ROWS = 6  # rows of x that are multiplied one by one
 SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
 CHUNK_VALUES = 1 << 20  # float32 values dequantised at a time
 TILE = 32  # tokens of one expert multiplied at a time
-PAIRS_PER_EXPERT = 4  # (token, expert) pairs per expert from which dequantising an expert pays
+PAIRS_PER_EXPERT = 8  # (token, expert) pairs per expert from which dequantising an expert pays
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["planes", "index"], meta_fields=["type", "kind", "rows", "columns"])
@@ -191,12 +191,14 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
 
 
 def _single_experts(h, chosen, weights, gate, up, down, act, own):
-    """One pair after the other, products of one row."""
-    used = chosen.shape[1]
+    """One pair after the other, products of one row; sorted by expert, whose bytes are then still in the cache."""
+    used, flat = chosen.shape[1], chosen.reshape(-1)
+    order = jnp.argsort(flat)
 
-    def add_pair(i, y):
-        r = i // used
-        x, e = lax.dynamic_index_in_dim(h, r, keepdims=False), chosen[r, i % used]
+    def add_pair(n, y):
+        i = order[n]
+        r, e = i // used, flat[i]
+        x = lax.dynamic_index_in_dim(h, r, keepdims=False)
         z = expert_linear(down, e, act(expert_linear(gate, e, x), expert_linear(up, e, x), *(a[e] for a in own)))
         return y.at[r].add(weights[r, i % used] * z)
 

@@ -25,7 +25,6 @@ Tokens are compared, never hashed: a cut is right by construction. Everything he
 Knows nothing about models, text formats, disks or threads.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,13 +103,13 @@ class CheckpointPool:
 
     def __init__(self, slots=SLOTS):
         self.slots = slots
-        self._held = OrderedDict()  # token bytes → checkpoint, the least recently used first
+        self._held = []  # the least recently used first
 
     def __len__(self):
         return len(self._held)
 
     def __iter__(self):
-        return iter(self._held.values())
+        return iter(self._held)
 
     @property
     def nbytes(self):
@@ -121,14 +120,11 @@ class CheckpointPool:
         """Keep a checkpoint of ``state`` as it stands. One that is there already is only renewed."""
         if self.slots == 0 or state.length == 0:
             return
-        key = np.array(state.tokens, np.int64).tobytes()
-        held = self._held.get(key)
-        if held is None or (held.logits is None and state.logits is not None):
-            held = state.checkpoint()
-        self._held[key] = held
-        self._held.move_to_end(key)
-        while len(self) > self.slots:
-            self._held.popitem(last=False)
+        tokens = np.array(state.tokens, np.int64)
+        held = next((checkpoint for checkpoint in self if np.array_equal(checkpoint.tokens, tokens)), None)
+        others = [checkpoint for checkpoint in self if checkpoint is not held]
+        stale = held is None or (held.logits is None and state.logits is not None)
+        self._held = [*others, state.checkpoint() if stale else held][-self.slots :]
 
     def best(self, prompt, limit):
         """The deepest checkpoint of at most ``limit`` of the prompt's first tokens, or None. At the prompt's very end only
@@ -142,10 +138,8 @@ class CheckpointPool:
         return max(filter(serves, self), key=lambda checkpoint: len(checkpoint.tokens), default=None)
 
     def renew(self, checkpoint):
-        """Make ``checkpoint`` the last to be given up, where it is still held."""
-        key = checkpoint.tokens.tobytes()
-        if key in self._held:
-            self._held.move_to_end(key)
+        """Make ``checkpoint``, one of the pool's, the last to be given up."""
+        self._held = [*(other for other in self if other is not checkpoint), checkpoint]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 ``start(c, top, tokens, chunk) → x``, ``layer(c, i, w, state, x) → x``, ``finish(c, top, x) → logits``, ``uses(c, name)``.
 
-Two more where a family needs them: ``tensors_of(c, artifact)``, its tensors by the names and in the shapes that the others
+More where a family needs it: ``tensors_of(c, artifact)``, its tensors by the names and in the shapes that the others
 read, and ``prepare(c, w, before, tokens) → [T, …]``, what the host computes for new ``tokens`` after those ``before`` (w:
-:class:`ds4ref.weights.Weights`), a fifth argument of ``start``. ``LAYER_PREFIX``: how names of a layer's tensors begin.
+:class:`ds4ref.weights.Weights`), a fifth argument of ``start``. ``LAYER_PREFIX``: how names of a layer's tensors begin. ``homes(c)``: the state components
+that the reference names without a layer's number, and the layer that holds each.
 """
 
 from ds4ref.gguf import ArtifactError
@@ -22,6 +23,7 @@ from . import (
     motif3,
     naive_n05_flash,
     qwen35,
+    qwen4exp,
     solar_open2,
     step35,
 )
@@ -39,6 +41,7 @@ MODULES = (
     motif3,
     naive_n05_flash,
     qwen35,
+    qwen4exp,
     solar_open2,
     step35,
 )

@@ -101,7 +101,7 @@ def test_a_frontier_is_continued_by_every_kind(layout):
     ],
 )
 def test_the_deepest_cut_is_taken(layout, prompt, expected):
-    checkpoints = pool(layout, LONG[:5], [9, 9, 9, 9, 9]) if layout != ROWS else pool(layout)
+    checkpoints = pool(layout, [9, 9, 9, 9, 9], LONG[:5], [9, 9, 9, 9, 9, 9]) if layout != ROWS else pool(layout)
     assert kinds(decide(prompt, [bank(layout, LONG)], checkpoints, ANY)) == expected
 
 

@@ -20,7 +20,6 @@ def model(tmp_path_factory):
     [
         (["--ctx", "65537"], "--ctx 65537 is above the 65536 tokens"),
         (["--ctx", "0"], "--ctx must be at least 1"),
-        (["--backend", "jax"], "--backend jax cannot run this file"),
         (["--port", "70000"], "--port must be at most 65535"),
         (["--chdir", "/no/such/folder"], "--chdir /no/such/folder"),
         (["--tokens", "-1"], "--tokens must be at least 0"),
@@ -32,6 +31,12 @@ def test_mistakes(model, capsys, flags, sentence):
     assert main(["-m", str(model), *flags]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("ds4server: ") and sentence in last
+
+
+def test_a_backend_that_is_not_there(model, capsys, monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert main(["-m", str(model), "--backend", "jax"]) == 2
+    assert "--backend jax cannot run this file: JAX is not installed" in capsys.readouterr().err
 
 
 def test_a_missing_model(capsys):
