@@ -59,7 +59,7 @@ def associate(memory, q, k, v, beta, decay):
 
 
 def gated_delta(memory, qkv, a, b, rate, bias, key_head):
-    """The heads of a Gated DeltaNet block, see ds4ref. qkv: [B, T, C], a and b: [B, T, H], rate and bias: [H] → [B, T, H, v]."""
+    """The heads of a Gated DeltaNet block, see ds4ref. qkv: [B, T, C], a, b: [B, T, H], rate, bias: [H] → [B, T, H, v]."""
     heads, d, width = memory.kind.shape
     keys = (qkv.shape[-1] - heads * width) // 2
     q, k, v = jnp.split(qkv, (keys, 2 * keys), axis=-1)

@@ -22,8 +22,8 @@ from . import (
     mimo2,
     motif3,
     naive_n05_flash,
-    qwen35,
     qwen4exp,
+    qwen35,
     solar_open2,
     step35,
 )
