@@ -4,8 +4,8 @@
 
 More where a family needs it: ``tensors_of(c, artifact)``, its tensors by the names and in the shapes that the others
 read, and ``prepare(c, w, before, tokens) → [T, …]``, what the host computes for new ``tokens`` after those ``before`` (w:
-:class:`ds4ref.weights.Weights`), a fifth argument of ``start``. ``LAYER_PREFIX``: how names of a layer's tensors begin. ``homes(c)``: the state components
-that the reference names without a layer's number, and the layer that holds each.
+:class:`ds4ref.weights.Weights`), a fifth argument of ``start``. ``LAYER_PREFIX``: how names of a layer's tensors begin.
+``homes(c)``: the state components that the reference names without a layer's number, and the layer that holds each.
 """
 
 from ds4ref.gguf import ArtifactError
