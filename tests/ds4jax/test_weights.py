@@ -20,6 +20,7 @@ from ds4ref.quants import BLOCK, PLAIN, TensorType  # noqa: E402
 FLOATS = [t for t in TensorType if t is TensorType.BF16 or t in PLAIN and PLAIN[t].kind == "f"]
 PACKED = [t for t in TensorType if t not in PLAIN and t is not TensorType.BF16]
 LAYOUTS = [(t, "cpu") for t in FLOATS + PACKED] + [(TensorType.IQ2_XXS, "int8")]
+CODES = [TensorType.Q8_0, *weights.packing.OWN_KINDS]  # one type for every way of keeping codes
 KINDS = [TensorType.F16, TensorType.BF16, TensorType.Q8_0, TensorType.Q6_K, TensorType.Q5_K, *weights.packing.OWN_KINDS]
 
 
@@ -110,12 +111,12 @@ def test_products_of_any_number_of_rows(type, layout):
     tensor = normal_tensor(type, (200, width(type)))
     exact = tensor.dequantize().astype(np.float64)
     packed = pack(tensor, layout)
-    for T in (1, 3, 8, 40) if type in KINDS else (1, 8):
+    for T in (1, 3, 8, 40) if type in CODES else (1, 8):
         x = np.random.default_rng(T).standard_normal((T, exact.shape[1])).astype(np.float32)
         size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(exact, axis=1)
         y = jax.jit(linear)(packed, x)
         assert y.dtype == jnp.float32 and np.max(np.abs(y - x @ exact.T) / size) < 1e-6
-    if type in KINDS:
+    if type in CODES:
         y = jax.jit(weights._chunked_product, static_argnums=2)(packed, x, 64)
         assert np.max(np.abs(y - x @ exact.T) / size) < 1e-6
 
@@ -146,7 +147,18 @@ def test_embedding_rows(type):
     same_bits(jax.jit(embed_rows)(jnp.asarray(tensor.dequantize()), ids), tensor.dequantize()[ids])
 
 
-@pytest.mark.parametrize("type", [TensorType.Q8_0, *weights.packing.OWN_KINDS], ids=name_of)
+@pytest.mark.parametrize(
+    "type",
+    [
+        TensorType.Q8_0,
+        TensorType.IQ2_XXS,
+        *(
+            pytest.param(t, marks=pytest.mark.slow)
+            for t in (TensorType.Q4_K, TensorType.Q2_K, TensorType.Q5_K, TensorType.BF16)
+        ),
+    ],
+    ids=name_of,
+)
 def test_experts_one_by_one_grouped_and_by_the_reference(type):
     D, F, E, used = width(type), width(type), 5, 2
     tensors = [normal_tensor(type, shape, seed) for seed, shape in enumerate([(E, F, D), (E, F, D), (E, D, F)])]
@@ -190,7 +202,7 @@ class _Parts(dict):
         return self[name.split("_")[1]][index]
 
 
-@pytest.mark.parametrize("type", KINDS, ids=name_of)
+@pytest.mark.parametrize("type", CODES, ids=name_of)
 def test_layers_of_experts_in_a_loop(type):
     """A stack [L, E, N, K], indexed by two traced scalars."""
     tensors = [normal_tensor(type, (2, 32, width(type)), seed) for seed in range(3)]
@@ -213,7 +225,7 @@ def test_layers_of_experts_in_a_loop(type):
         assert np.max(error / np.linalg.norm(exact, axis=1)) < 1e-5 * np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("type", [*KINDS, TensorType.Q4_1, TensorType.F32], ids=name_of)
+@pytest.mark.parametrize("type", [*CODES, TensorType.Q4_1, TensorType.Q5_K, TensorType.Q6_K, TensorType.BF16], ids=name_of)
 def test_one_row_is_one_fusion(type):
     """Broadcast of ones, the product, its consumer; the IQ2_XXS table takes one more. A layer of a stack costs no copy."""
     most = 4 if type is TensorType.IQ2_XXS else 3
