@@ -72,7 +72,8 @@ def main(argv=None):
     """Entry point. Returns the exit code."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("waitress").setLevel(logging.WARNING)
+    for quiet in ("waitress", "jax"):
+        logging.getLogger(quiet).setLevel(logging.WARNING)
     try:
         with ExitStack() as stack:
             return _serve(args, stack)
