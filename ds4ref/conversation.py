@@ -89,15 +89,10 @@ class Conversation:
         if prompt is not None:
             markers = frozenset(self.chat.protocol.MARKERS)
             parser = self.chat.parser(prompt, tools, stream=stream, single=single)
-            openings, closings = map(_tags, self.chat.protocol.REASONING)
-            if openings:
-                tracker = ReasoningTracker(openings, closings, prompt.thinking)
+            opening, closing = ([tag.encode() for tag in tags] for tags in chat.reasoning_tags(self.chat.protocol))
+            if opening:
+                tracker = ReasoningTracker(tuple(opening), tuple(closing), prompt.thinking)
         return Generation(
             self.tokenizer, list(ids), params, budget, context, StopPolicy(self.end_ids, eos=eos), parser,
             markers, tuple(stop_strings), tracker, choice, vocabulary,
         )  # fmt: skip
-
-
-def _tags(tags):
-    """A protocol's tag, its several tags, or none (""), as bytes."""
-    return tuple(tag.encode() for tag in ((tags,) if isinstance(tags, str) else tags) if tag)

@@ -55,7 +55,7 @@ from ds4ref.chat.events import (
 __all__ = [
     "Block", "Call", "CallArguments", "CallBegin", "CallEnd", "Chat", "ChatError", "Event", "Message", "NO_SPECIALS",
     "Options", "Prompt", "Reasoning", "Specials", "Text", "call_arguments", "collect", "flatten", "for_artifact",
-    "joined", "replayed", "split_reasoning",
+    "joined", "reasoning_tags", "replayed", "split_reasoning",
 ]
 
 _log = logging.getLogger(__name__)
@@ -205,6 +205,12 @@ def _named(value: Any) -> bool:
 
 
 # --- what several protocols need -----------------------------------------------------------------------------------
+
+
+def reasoning_tags(protocol: ModuleType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The opening and the closing tags of a protocol's reasoning; both empty where it has none."""
+    opening, closing = (tuple(t for t in ((tags,) if isinstance(tags, str) else tags) if t) for tags in protocol.REASONING)
+    return opening, closing
 
 
 def flatten(content: Any, joiner: str = "\n\n") -> str:

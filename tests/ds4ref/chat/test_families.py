@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds4ref.chat import PROTOCOLS, Block, ChatError, Options, Specials, collect, for_artifact, joined, schema
+from ds4ref.chat import PROTOCOLS, Block, ChatError, Options, Specials, collect, for_artifact, joined, reasoning_tags, schema
 from ds4ref.chat.argkeys import _ends
 from ds4ref.chat.guard import Guard
 from ds4ref.generation import Generation
@@ -275,7 +275,7 @@ def test_a_template_of_another_family_is_not_used(family, caplog):
 def test_surface(family):
     protocol = module(family)
     assert set(protocol.MARKERS) | set(protocol.STOPS) <= protocol._LITERALS
-    assert set(protocol.REASONING) <= set(protocol.MARKERS) and len(protocol.REASONING) == 2
+    assert {tag for tags in reasoning_tags(protocol) for tag in tags} <= set(protocol.MARKERS)
     parser = protocol.Parser(False, None, stream=False, single=True)
     assert (parser.stopped, parser.outcome, parser.malformed, parser.block) == (False, None, None, None)
     assert Guard(protocol._LITERALS).text("plain text") == "plain text"
@@ -384,7 +384,7 @@ def test_markers_are_heard_of_whatever_their_token_type(family, kind):
     tokens = [ALPHABET[i] for i in range(256)] + literals
     tokenizer = Tokenizer(tokens, [NORMAL] * 256 + [kind] * len(literals), [], RULES["glm4"])
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}}]
-    value = "é " + "".join(m for m in protocol.MARKERS if family == "inkling" or m in protocol.REASONING)
+    value = "é " + "".join(m for m in protocol.MARKERS if family == "inkling" or m in sum(reasoning_tags(protocol), ()))
     call = {"function": {"name": "f", "arguments": {"s": value, "n": [1]}}}
     messages = [{"role": "user", "content": "Go"},
                 {"role": "assistant", "content": "Ok.", "reasoning_content": "R", "tool_calls": [call]}]

@@ -21,6 +21,7 @@ from ds4ref.chat import (
     k2,
     ling,
     motif,
+    reasoning_tags,
     solar,
 )
 
@@ -209,7 +210,7 @@ def test_the_budget_may_end_anywhere(family, stream):
         for call in got.calls:
             assert isinstance(json.loads(call.arguments), dict)
         if not stream and not got.calls:
-            after = cut.partition(family.REASONING[1])[2]
+            after = cut.partition(reasoning_tags(family)[1][0])[2]
             assert got.text == (after.lstrip("\n") if family is exaone else after)
         parse(family, [cut], thinking=True, ended="stop", stream=stream)
 
