@@ -77,7 +77,8 @@ class Stats(_Get):
             "routes": {name.removeprefix("route."): n for name, n in counts.items() if name.startswith("route.")},
             "sheds": {name.removeprefix("shed."): n for name, n in counts.items() if name.startswith("shed.")},
             "queue_depth": waiting,
-            "banks": {"total": service.plan.effective["resident_banks"], "busy": int(busy)},
+            "banks": {"total": service.plan.effective["max_seqs"], "busy": int(busy),
+                      "resident": service.plan.effective["resident_banks"]},
             "tokens": {name: counts[name] for name in ("prefill_computed", "prefill_cached", "decoded")},
             "serving": service.plan.as_json(),
         } | ({"last_request": last} if last else {})  # fmt: skip
