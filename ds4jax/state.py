@@ -76,6 +76,7 @@ class Sequences:
 
     def __init__(self, layout, arrays, chunk, layer=0):
         self.layout, self.arrays, self.chunk, self.layer = layout, dict(arrays), chunk, layer
+        self.appended = {}  # of rings: (rows before this chunk, the chunk's own), by component name
 
     def __getitem__(self, name):
         return _COMPONENTS[type(self.layout[name])](self, name)
@@ -137,19 +138,19 @@ class _Ring(_Component):
     def append(self, rows):
         """rows: [B, T, *shape]."""
         before = self._read("rows")
-        self._owner.__dict__.setdefault("_chunks", {})[self._name] = (before, rows)
+        self._owner.appended[self._name] = (before, rows)
         self._write("rows", ring_index(self.chunk, self.slots), rows)
 
     def rows(self):
         """The window's rows before this chunk (in slot order), then the chunk's own."""
-        before, rows = self._owner._chunks[self._name]
+        before, rows = self._owner.appended[self._name]
         chunk = self.chunk
         positions = jnp.concatenate([ring_positions(chunk.lengths, self.slots), chunk.positions], axis=1)
         return View(jnp.concatenate([before, rows.astype(before.dtype)], axis=1), positions)
 
     def history(self, count):
         """The ``count`` rows before this chunk in position order, zero where there are none, then the chunk's own."""
-        before, rows = self._owner._chunks[self._name]
+        before, rows = self._owner.appended[self._name]
         positions = self.chunk.lengths[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)
         past = jnp.take_along_axis(before, _expand(positions % self.slots, before.ndim), axis=1)
         past = jnp.where(_expand(positions >= 0, past.ndim), past, 0)

@@ -16,7 +16,7 @@ this one object, so an answer does not depend on the lane that computed it.
 
 from dataclasses import dataclass, field
 
-from .chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from .chat.events import CallBegin, Event, Reasoning, Text
 from .sampling import Counts, SamplingParams, logprobs, sample
 from .stop import Finish, ReasoningTracker, StopPolicy, StopStrings
 from .tokenizer import Detokenizer
@@ -216,6 +216,3 @@ def run(model, state, generation, prompt=None, progress=lambda done, total: None
         yield step
         if generation.finish is None:
             model.step(state, step.token)
-
-
-__all__ = ["CallArguments", "CallBegin", "CallEnd", "Event", "Generation", "Logprob", "Reasoning", "Step", "Text", "run"]

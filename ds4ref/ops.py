@@ -81,15 +81,15 @@ def rope_frequencies(n, base):
     return float(base) ** (-np.arange(0, n, 2, dtype=np.float64) / n)
 
 
-def yarn_ramp(n, base, original_context, beta_fast, beta_slow, truncate_high=None):
+def yarn_ramp(n, base, original_context, beta_fast, beta_slow):
     """YaRN's interpolation ramp (Peng et al. 2023, "NTK-by-parts"): float64 [n/2], 0 keep the frequency, 1 divide it.
 
     ``c(β) = n ln(L / 2πβ) / (2 ln base)`` is the channel that turns β times over the original context L; the ramp runs
-    from ⌊c(beta_fast)⌋ to ⌈c(beta_slow)⌉, clipped to 0 and ``truncate_high`` (default n − 1, as the paper's code has it).
+    from ⌊c(beta_fast)⌋ to ⌈c(beta_slow)⌉, clipped to 0 and n − 1, as the paper's code has it.
     """
     channel = [n * np.log(original_context / (2 * np.pi * beta)) / (2 * np.log(base)) for beta in (beta_fast, beta_slow)]
     low = max(np.floor(channel[0]), 0.0)
-    high = min(np.ceil(channel[1]), n - 1.0 if truncate_high is None else float(truncate_high))
+    high = min(np.ceil(channel[1]), n - 1.0)
     return np.clip((np.arange(n // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
 
 

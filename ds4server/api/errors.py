@@ -1,5 +1,7 @@
 """Errors in the OpenAI envelope: one sentence with the field, what was found, what is accepted."""
 
+import logging
+
 import falcon
 
 
@@ -47,8 +49,6 @@ def render_http_error(req, resp, error, params):
 
 def render_failure(req, resp, error, params):
     """Anything unforeseen: logged with its traceback, answered without."""
-    import logging
-
     logging.getLogger("ds4server").exception("unhandled error on %s %s", req.method, req.path)
     resp.status = falcon.HTTP_500
     resp.media = envelope(500, "the server failed to handle this request")
