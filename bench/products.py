@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ds4jax import weights
+from ds4jax import compilation, weights
 from ds4ref.gguf import Tensor
 from ds4ref.quants import BLOCK, PLAIN, TensorType, nbytes
 
@@ -72,7 +72,7 @@ def main():
     rng = np.random.default_rng(0)
     rows = list(map(int, args.rows.split(",")))
     xs = {T: jnp.asarray(rng.standard_normal((T, shape[1]), dtype=np.float32)) for T in rows}
-    options = weights.compile_options()
+    options = compilation.compile_options()
     linear = jax.jit(weights.linear, compiler_options=options)
     dense = jax.jit(weights._dense_product, compiler_options=options)
     plain = [jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for _ in range(args.matrices)]

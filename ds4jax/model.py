@@ -21,9 +21,10 @@ from ds4ref.state import Compressed, Recurrent, Ring, Rows, Snapshot, State
 from ds4ref.weights import Weights, check
 
 from . import families
+from .compilation import compile_options
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
-from .weights import compile_options, pack
+from .weights import pack
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
 LEAST_BUCKET = 256

@@ -131,8 +131,8 @@ def _serve(args, stack):
 
 def _on_device(artifact, context):
     """The artifact's JAX model, loaded with a progress line."""
+    from ds4jax.compilation import enable_cache
     from ds4jax.model import Model as DeviceModel
-    from ds4jax.weights import enable_cache
 
     enable_cache()
     with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:

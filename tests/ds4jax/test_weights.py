@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.export import export  # noqa: E402
 
-from ds4jax import weights  # noqa: E402
+from ds4jax import compilation, weights  # noqa: E402
 from ds4jax.weights import Packed, dequantize, embed_rows, expert_linear, experts, linear, pack, pack_stack  # noqa: E402
 from ds4ref import moe, quants  # noqa: E402
 from ds4ref.gguf import Tensor  # noqa: E402
@@ -302,17 +302,17 @@ def test_compilation_cache_is_the_users(monkeypatch, tmp_path):
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        folder = weights.enable_cache()
+        folder = compilation.enable_cache()
         assert tmp_path in folder.parents and jax.__version__ in folder.name
         jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(77)).compile()
         assert os.listdir(folder)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-        assert weights.enable_cache() == tmp_path / "own"
+        assert compilation.enable_cache() == tmp_path / "own"
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
 
 
 def test_compile_options_are_accepted():
-    f = jax.jit(lambda x: x + 1, compiler_options=weights.compile_options())
+    f = jax.jit(lambda x: x + 1, compiler_options=compilation.compile_options())
     assert f(jnp.ones(3)).tolist() == [2, 2, 2]

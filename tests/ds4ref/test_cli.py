@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.__main__ import main
 from ds4ref.gguf import Artifact
 from ds4ref.model import Model
@@ -31,7 +31,7 @@ def changed(folder, name, *, architecture="deepseek4", metadata=(), tensors=()):
             target.pop(key, None)
             if value is not None:
                 target[key] = value
-    gguf.write(folder / name, architecture, keys, arrays)
+    gguf_writer.write(folder / name, architecture, keys, arrays)
     return str(folder / name)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ds4ref import gguf as artifacts
-from ds4ref.gguf import Artifact, ArtifactError, Keys, write
+from ds4ref.gguf import Artifact, ArtifactError, Keys
+from ds4ref.gguf_writer import write
 from ds4ref.quants import TensorType
 
 SHARED = Path(os.environ.get("DS4_SHARED", Path(__file__).parents[3] / "shared")) / "oracle"

@@ -12,7 +12,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from ds4ref.gguf import Artifact, ArtifactError, Keys, write
+from ds4ref.gguf import Artifact, ArtifactError, Keys
+from ds4ref.gguf_writer import write
 from ds4ref.quants import BLOCK, TensorType
 
 FILES = 24_000

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import bailingmoe3
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -35,7 +35,7 @@ def rewrite(tmp_path):
         metadata = {k: v for k, v in artifact.metadata.items() if k != "general.architecture"}
         arrays = {name: t.dequantize(np.float32) for name, t in artifact.tensors.items()}
         change(metadata, arrays)
-        gguf.write(tmp_path / "model.gguf", "bailingmoe3", metadata, arrays)
+        gguf_writer.write(tmp_path / "model.gguf", "bailingmoe3", metadata, arrays)
         return tmp_path / "model.gguf"
 
     return write

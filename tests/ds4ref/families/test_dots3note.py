@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import dots3note
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -143,7 +143,8 @@ def test_the_legacy_prefix_is_the_same_model(tmp_path):
     artifact = Artifact.open(MODEL)
     metadata = {key.replace("dots3note.", "dots3-note."): value for key, value in artifact.metadata.items()}
     del metadata["general.architecture"]
-    gguf.write(tmp_path / "legacy.gguf", "dots3-note", metadata, {n: t.dequantize() for n, t in artifact.tensors.items()})
+    values = {name: tensor.dequantize() for name, tensor in artifact.tensors.items()}
+    gguf_writer.write(tmp_path / "legacy.gguf", "dots3-note", metadata, values)
     assert np.array_equal(logits(Model.open(tmp_path / "legacy.gguf")), logits(Model.open(MODEL)))
 
 
@@ -182,7 +183,7 @@ def test_llamacpps_layout_of_the_same_weights_is_the_same_model(tmp_path):
         "dots3note.attention.sliding_window_pattern": [False, False, True, True, True],
         "dots3note.attention.indexer.types": [True, True, False, False, False],
     }
-    gguf.write(tmp_path / "converted.gguf", "dots3note", metadata, tensors)
+    gguf_writer.write(tmp_path / "converted.gguf", "dots3note", metadata, tensors)
     ours, theirs = Model.open(MODEL), Model.open(tmp_path / "converted.gguf")
     same = dataclasses.replace(theirs.config, published=True, context=ours.config.context)
     assert same == ours.config and not theirs.config.published

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import glm5_next
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -87,7 +87,7 @@ def traced(model):
 @pytest.fixture
 def write(tmp_path):
     def write(metadata, arrays):
-        gguf.write(tmp_path / "model.gguf", "glm5-next", metadata, arrays)
+        gguf_writer.write(tmp_path / "model.gguf", "glm5-next", metadata, arrays)
         return tmp_path / "model.gguf"
 
     return write

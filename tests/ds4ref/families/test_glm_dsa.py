@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import glm_dsa
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -27,7 +27,7 @@ def rewrite(tmp_path):
         metadata = {k: v for k, v in artifact.metadata.items() if k != "general.architecture"} | (keys or {})
         arrays = {name: t.dequantize(np.float32) for name, t in artifact.tensors.items()} | (tensors or {})
         arrays = {name: a for name, a in arrays.items() if name not in without}
-        gguf.write(tmp_path / "model.gguf", "glm-dsa", {k: v for k, v in metadata.items() if v is not None}, arrays)
+        gguf_writer.write(tmp_path / "model.gguf", "glm-dsa", {k: v for k, v in metadata.items() if v is not None}, arrays)
         return tmp_path / "model.gguf"
 
     return write

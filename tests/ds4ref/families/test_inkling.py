@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import inkling
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -142,7 +142,7 @@ def rewritten(tmp_path, tensors=None, without=()):
     artifact = Artifact.open(MODEL)
     arrays = {name: tensor.dequantize() for name, tensor in artifact.tensors.items()} | (tensors or {})
     metadata = {k: v for k, v in artifact.metadata.items() if k != "general.architecture"}
-    gguf.write(tmp_path / "model.gguf", "inkling", metadata, {k: v for k, v in arrays.items() if k not in without})
+    gguf_writer.write(tmp_path / "model.gguf", "inkling", metadata, {k: v for k, v in arrays.items() if k not in without})
     return tmp_path / "model.gguf"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, hyper, tiny
+from ds4ref import gguf_writer, hyper, tiny
 from ds4ref.families import motif3
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -98,7 +98,7 @@ def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(tmp_path, tensor
     arrays = {name: tensor.dequantize() for name, tensor in artifact.tensors.items() if name not in without}
     arrays |= {name: np.zeros(shape, np.float32) for name, shape in tensors.items()}
     metadata = {k: v for k, v in artifact.metadata.items() if k != "general.architecture"}
-    gguf.write(tmp_path / "model.gguf", "motif3", metadata, arrays)
+    gguf_writer.write(tmp_path / "model.gguf", "motif3", metadata, arrays)
     with pytest.raises(ArtifactError) as error:
         Model.open(tmp_path / "model.gguf")
     assert sentence in str(error.value)

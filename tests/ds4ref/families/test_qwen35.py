@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf, gguf_writer, tiny
 from ds4ref.families import qwen35
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -34,7 +34,7 @@ def rewrite(tmp_path):
         metadata = {k: (v, artifact.types[k]) for k, v in artifact.metadata.items() if k != "general.architecture"} | dict(keys)
         kept = {name: t for name, t in (artifact.tensors | dict(tensors)).items() if t is not None}
         stored = {n: (t.data, t.type, t.shape) if isinstance(t, gguf.Tensor) else t for n, t in kept.items()}
-        gguf.write(tmp_path / "m.gguf", "qwen35", {k: v for k, v in metadata.items() if v is not None}, stored)
+        gguf_writer.write(tmp_path / "m.gguf", "qwen35", {k: v for k, v in metadata.items() if v is not None}, stored)
         return tmp_path / "m.gguf"
 
     return write

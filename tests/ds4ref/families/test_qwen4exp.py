@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN, SHARED
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf, gguf_writer, tiny
 from ds4ref.families import qwen4exp
 from ds4ref.families.qwen4exp_layouts import Named
 from ds4ref.gguf import Artifact, ArtifactError
@@ -38,7 +38,7 @@ def rewrite(tmp_path):
         metadata = {k: (v, artifact.types[k]) for k, v in artifact.metadata.items() if k != "general.architecture"} | dict(keys)
         kept = {name: t for name, t in (artifact.tensors | dict(tensors)).items() if t is not None}
         stored = {n: (t.data, t.type, t.shape) if isinstance(t, gguf.Tensor) else t for n, t in kept.items()}
-        gguf.write(tmp_path / "m.gguf", "qwen4exp", {k: v for k, v in metadata.items() if v is not None}, stored)
+        gguf_writer.write(tmp_path / "m.gguf", "qwen4exp", {k: v for k, v in metadata.items() if v is not None}, stored)
         for folder in ("ple", "ple-fp8"):
             shutil.copytree(FOLDER / folder, tmp_path / folder, dirs_exist_ok=True)
         return tmp_path / "m.gguf"

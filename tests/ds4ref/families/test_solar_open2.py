@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-from ds4ref import gguf, tiny
+from ds4ref import gguf_writer, tiny
 from ds4ref.families import solar_open2
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
@@ -34,7 +34,7 @@ def rewrite(tmp_path):
         metadata = {k: v for k, v in artifact.metadata.items() if k != "general.architecture"}
         arrays = {name: t.dequantize(np.float32) for name, t in artifact.tensors.items()}
         change(metadata, arrays)
-        gguf.write(tmp_path / "model.gguf", "solar-open2", metadata, arrays)
+        gguf_writer.write(tmp_path / "model.gguf", "solar-open2", metadata, arrays)
         return tmp_path / "model.gguf"
 
     return write

@@ -1,0 +1,207 @@
+"""The products of packed matrices in lanes layout: output rows last, as XLA:CPU streams them best (bench/products.py).
+
+One ``product`` and one ``chunk`` per kind of :mod:`ds4jax.packing`. product: one row x float32 [K] → [N], a single fusion of
+explicit sums over the codes of a block, ended by a barrier and a ``ones @ p``. chunk: output rows (start, size) dequantised →
+float32 [K, size], in the file's order along K. Both read planes through ``read`` alone, so that a layer or an expert of a
+stack is never copied. Works on anything with the attributes of :class:`ds4jax.weights.Packed`.
+
+Letters: N output rows, K columns; b blocks along K, S sub-blocks of W values in a block, C lanes of a chunk.
+"""
+
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import add
+
+import jax.numpy as jnp
+from jax import lax
+
+from ds4ref.quants import TensorType
+
+from . import packing
+
+
+def read(w, name, *where, lanes=None):
+    """Plane ``name`` of one matrix: [b, *field, N or size], without the field axes for which ``where`` names a position."""
+    plane, lead = w.planes[name], len(w.index)
+    start, size = (0, w.rows) if lanes is None else lanes
+    own = list(plane.shape[lead:])
+    fixed = {axis: at for axis, at in enumerate(where, 1) if at is not None}
+    starts = [*w.index, *(fixed.get(axis, 0) for axis in range(len(own) - 1)), start]
+    sizes = [1 if axis in fixed else n for axis, n in enumerate(own[:-1])] + [size]
+    shape = [n for axis, n in enumerate(sizes) if axis not in fixed]
+    if all(isinstance(at, int) for at in starts):
+        cut = lax.slice(plane, starts, [at + n for at, n in zip(starts, [1] * lead + sizes, strict=True)])
+    else:
+        cut = lax.dynamic_slice(plane, starts, [1] * lead + sizes)
+    return cut.reshape(shape)
+
+
+def _read_f32(w, name, *where, lanes=None):
+    values = read(w, name, *where, lanes=lanes)
+    if name == "q" and w.type == "BF16":  # XLA:CPU has no fast bfloat16, so the plane keeps the bits
+        return lax.bitcast_convert_type(values.astype(jnp.uint32) << 16, jnp.float32)
+    return values.astype(jnp.float32)
+
+
+def _sum(terms):
+    """Explicit: XLA neither reassociates a float ``sum`` nor makes vectors of it, and splits the fusion that meets one."""
+    return reduce(add, terms)
+
+
+def _last_sum(x):
+    """Sum of x [..., W] over its last axis, for the minima of sub-blocks."""
+    return _sum(x[..., j] for j in range(x.shape[-1]))
+
+
+def _add_blocks(p):
+    """[..., N] → [N]. The barrier makes one fusion of p; ``ones @`` is the reduction that Eigen does well."""
+    p = lax.optimization_barrier(p.reshape(-1, p.shape[-1]))
+    return jnp.ones(len(p), jnp.float32) @ p
+
+
+def _int8_scale(w, lanes=None):
+    """(scale [b, S or 1, N], minimum likewise or None) of the int8 kind."""
+    scale = _read_f32(w, "d", lanes=lanes)[:, None]
+    if (factor := packing.FACTOR.get(TensorType[w.type], 1)) != 1:
+        scale = scale * factor
+    if "sc" in w.planes:
+        scale = scale * _read_f32(w, "sc", lanes=lanes)
+    minimum = _read_f32(w, "m", lanes=lanes)[:, None] if "m" in w.planes else None
+    if "mn" in w.planes:
+        minimum = minimum * _read_f32(w, "mn", lanes=lanes)
+    return scale, minimum
+
+
+def _int8_product(w, x):
+    S, W = w.planes["q"].shape[-3:-1]
+    t = 2 if W == 16 and S % 2 == 0 else 1  # sub-blocks that share an output: 32 terms where there can be
+    split = (-1, S // t, t, w.rows)
+    x = x.reshape(-1, S // t, t, W)
+    codes = [_read_f32(w, "q", None, j).reshape(split) for j in range(W)]
+    parts = [_sum(q[:, :, i] * x[:, :, i, j, None] for j, q in enumerate(codes)) for i in range(t)]
+    if w.kind == "float":
+        return _add_blocks(_sum(parts))
+    scale, minimum = _int8_scale(w)
+    if "sc" in w.planes:
+        scale = scale.reshape(split)
+        parts = [part * scale[:, :, i] for i, part in enumerate(parts)]
+    p = _sum(parts) if "sc" in w.planes else _sum(parts) * scale
+    if minimum is not None:
+        p = p + minimum * _last_sum(x[:, :, 0])[..., None]
+    return _add_blocks(p)
+
+
+def _int8_chunk(w, lanes):
+    q = _read_f32(w, "q", lanes=lanes)
+    if w.kind == "int8":
+        scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
+        q = q * scale[:, :, None]
+        if minimum is not None:
+            q = q + minimum[:, :, None]
+    return q.reshape(w.columns, lanes[1])
+
+
+def _q4_k_product(w, x):
+    x = x.reshape(-1, 4, 2, 32)  # sub-block 2g in the low nibbles of group g, 2g + 1 in the high ones
+    sums = lax.optimization_barrier(_last_sum(x))
+    codes = [read(w, "q", None, j) for j in range(32)]
+    low = _sum((q & 15).astype(jnp.float32) * x[:, :, 0, j, None] for j, q in enumerate(codes))
+    high = _sum((q & 240).astype(jnp.float32) * (x[:, :, 1, j, None] / 16) for j, q in enumerate(codes))
+    p = low * _read_f32(w, "sc", None, 0) + high * _read_f32(w, "sc", None, 1)
+    least = _read_f32(w, "mn", None, 0) * sums[:, :, 0, None] + _read_f32(w, "mn", None, 1) * sums[:, :, 1, None]
+    return _add_blocks(p * _read_f32(w, "d")[:, None] + least * _read_f32(w, "m")[:, None])
+
+
+def _q4_k_chunk(w, lanes):
+    q = read(w, "q", lanes=lanes)[:, :, None] >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15
+    d, m = (_read_f32(w, name, lanes=lanes)[:, None, None] for name in "dm")
+    factors = d * _read_f32(w, "sc", lanes=lanes), m * _read_f32(w, "mn", lanes=lanes)
+    scale, minimum = lax.optimization_barrier(factors)
+    return (q.astype(jnp.float32) * scale[:, :, :, None] + minimum[:, :, :, None]).reshape(w.columns, lanes[1])
+
+
+def _q2_k_product(w, x):
+    x = x.reshape(-1, 2, 4, 2, 16)  # half, code in the byte, which 16
+    sums = lax.optimization_barrier(_last_sum(x))
+    codes = [read(w, "q", None, None, j) for j in range(16)]
+    p = least = 0
+    for k in range(4):
+        s = read(w, "s", None, None, k)
+        part = _sum((q & 3 << 2 * k).astype(jnp.float32) * (x[:, :, k, :, j, None] / 4**k) for j, q in enumerate(codes))
+        p = p + part * (s & 15).astype(jnp.float32)
+        least = least + (s >> 4).astype(jnp.float32) * sums[:, :, k, :, None]
+    d, m = (_read_f32(w, name)[:, None, None] for name in "dm")
+    return _add_blocks(p * d + least * m)
+
+
+def _q2_k_chunk(w, lanes):
+    q, s = read(w, "q", lanes=lanes), read(w, "s", lanes=lanes)
+    d, m = (_read_f32(w, name, lanes=lanes)[:, None, None, None] for name in "dm")
+    factors = d * (s & 15).astype(jnp.float32), m * (s >> 4).astype(jnp.float32)  # [b, half, which 16, code, C]
+    scale, minimum = (f.swapaxes(2, 3)[..., None, :] for f in lax.optimization_barrier(factors))
+    q = q[:, :, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None, None, None] & 3
+    return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
+
+
+@cache
+def _iq2_xxs_table():
+    return packing.iq2_xxs_table()
+
+
+def _iq2_xxs_words(index, signs, half):
+    """Four signed codes in each int32, low byte first: values 4·half … of the groups with these entries and sign bytes."""
+    table = jnp.asarray(_iq2_xxs_table().reshape(-1))
+    words = table.at[index.astype(jnp.int32) + 256 * half].get(mode="promise_in_bounds")
+    ones = (signs >> 4 * half & 15) * 0x00204081 & 0x01010101  # bit i to byte i
+    return (words ^ ones * 255) + ones
+
+
+def _iq2_xxs_signs(s, shift):
+    """Sign bytes of the groups whose seven stored bits begin at bit ``shift``; the eighth is their parity."""
+    signs = (s >> shift & 127).astype(jnp.int32)
+    return signs | (lax.population_count(signs) & 1) << 7
+
+
+def _iq2_xxs_scale(w, lanes=None):
+    s = read(w, "s", lanes=lanes)
+    return s, _read_f32(w, "d", lanes=lanes)[:, None] * (((s >> 28).astype(jnp.float32) + 0.5) * 0.25)
+
+
+def _iq2_xxs_product(w, x):
+    x = x.reshape(-1, 8, 4, 2, 4) * 2.0**-24
+    s, scale = _iq2_xxs_scale(w)
+    terms = []
+    for group in range(4):
+        index, signs = read(w, "q", None, group), _iq2_xxs_signs(s, 7 * group)
+        for half in range(2):
+            words = _iq2_xxs_words(index, signs, half)
+            for j in range(4):  # the byte as the word's highest, so that no shift must extend its sign
+                top = (words << 24 - 8 * j & -(1 << 24)).astype(jnp.float32)
+                terms.append(top * x[:, :, group, half, j, None])
+    return _add_blocks(_sum(terms) * scale)
+
+
+def _iq2_xxs_chunk(w, lanes):
+    s, scale = _iq2_xxs_scale(w, lanes)
+    scale = lax.optimization_barrier(scale * 2.0**-24)
+    signs = _iq2_xxs_signs(s[:, :, None], jnp.arange(0, 28, 7, dtype=jnp.uint32)[:, None])  # [b, 8, 4, C]
+    index, half = read(w, "q", lanes=lanes)[:, :, :, None], jnp.arange(2)[:, None]
+    words = lax.optimization_barrier(_iq2_xxs_words(index, signs[:, :, :, None], half))  # [b, 8, 4, 2, C]
+    tops = words[:, :, :, :, None] << jnp.arange(24, -8, -8)[:, None] & -(1 << 24)
+    return (tops.astype(jnp.float32) * scale[:, :, None, None, None]).reshape(w.columns, lanes[1])
+
+
+@dataclass(frozen=True)
+class Kind:
+    axes: int  # of plane "q"
+    product: object
+    chunk: object
+
+
+KINDS = {
+    "int8": Kind(4, _int8_product, _int8_chunk),
+    "float": Kind(4, _int8_product, _int8_chunk),
+    "Q4_K": Kind(4, _q4_k_product, _q4_k_chunk),
+    "Q2_K": Kind(5, _q2_k_product, _q2_k_chunk),
+    "IQ2_XXS": Kind(4, _iq2_xxs_product, _iq2_xxs_chunk),
+}
