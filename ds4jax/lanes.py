@@ -17,7 +17,7 @@ from jax import lax
 
 from ds4ref.quants import TensorType
 
-from . import packing
+from . import packing, primitives
 
 
 def read(w, name, *where, lanes=None):
@@ -143,6 +143,27 @@ def _q2_k_chunk(w, lanes):
     return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
 
 
+def _nibbles_product(w, x):
+    x = x.reshape(-1, 8, 2, 16)  # see packing: a code is 2 k + e, low nibbles are values 0 to 15 of a sub-block
+    low, high = x[:, :, 0], x[:, :, 1]
+    least = -43 * _last_sum(x.reshape(-1, 8, 32))
+    factors = low * 8.5, low, high * (8.5 / 16), high / 16
+    low_k, low_e, high_k, high_e, least = lax.optimization_barrier((*factors, least))
+    terms = []
+    for j in range(16):
+        q = read(w, "q", None, j)
+        for mask, factor in (14, low_k), (1, low_e), (224, high_k), (16, high_e):
+            terms.append((q & mask).astype(jnp.float32) * factor[:, :, j, None])
+    return _add_blocks((_sum(terms) + least[..., None]) * _int8_scale(w)[0])
+
+
+def _nibbles_chunk(w, lanes):
+    scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])
+    q = read(w, "q", lanes=lanes)[:, :, None] >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15
+    q = (q >> 1).astype(jnp.float32) * 17 + (q & 1).astype(jnp.float32) - 43
+    return (q * scale[:, :, None, None]).reshape(w.columns, lanes[1])
+
+
 @cache
 def _iq2_xxs_table():
     return packing.iq2_xxs_table()
@@ -159,7 +180,7 @@ def _iq2_xxs_words(index, signs, half):
 def _iq2_xxs_signs(s, shift):
     """Sign bytes of the groups whose seven stored bits begin at bit ``shift``; the eighth is their parity."""
     signs = (s >> shift & 127).astype(jnp.int32)
-    return signs | (lax.population_count(signs) & 1) << 7
+    return signs | primitives.odd_bits(signs) << 7
 
 
 def _iq2_xxs_scale(w, lanes=None):
@@ -203,5 +224,6 @@ KINDS = {
     "float": Kind(4, _int8_product, _int8_chunk),
     "Q4_K": Kind(4, _q4_k_product, _q4_k_chunk),
     "Q2_K": Kind(5, _q2_k_product, _q2_k_chunk),
+    "nibbles": Kind(4, _nibbles_product, _nibbles_chunk),
     "IQ2_XXS": Kind(4, _iq2_xxs_product, _iq2_xxs_chunk),
 }

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ds4ref.state import Recurrent
+
 from .state import Sequences, allocate
-from .weights import embed_rows, pack_stack, select_layer
+from .weights import embed_rows, select_layer
 
 LONGEST_PERIOD = 8
 
@@ -109,11 +111,11 @@ class Plan:
         """The reference's name of layer i's component ``name``."""
         return name if name in self.homes else f"{i}.{name}"
 
-    def load(self, tensors, did=lambda tensor: None):
-        """Weights of every run, stacked: [run][place][name] → packed [repeats, …]. Streams tensor by tensor."""
-        return [[self._place(tensors, run, j, did) for j in range(run.period)] for run in self.runs]
+    def load(self, tensors, pack_stack, did=lambda tensor: None):
+        """Weights of every run, stacked by ``pack_stack``: [run][place][name] → [repeats, …]. Streams tensor by tensor."""
+        return [[self._place(tensors, run, j, pack_stack, did) for j in range(run.period)] for run in self.runs]
 
-    def _place(self, tensors, run, j, did):
+    def _place(self, tensors, run, j, pack_stack, did):
         loaded = {}
         for name in layer_tensors(tensors, self.prefix, run.start + j):
             members = [tensors[self.prefix.format(i=i) + name] for i in run.members(j)]
@@ -123,9 +125,13 @@ class Plan:
         return loaded
 
     def allocate(self, banks, context, dtype=jnp.float32):
-        """State of every run: [run][place][component] → arrays [repeats, banks, …]."""
+        """State of every run: [run][place][component] → arrays [repeats, banks, …]. Recurrent state is always float32."""
+
+        def component(kind, repeats):
+            return allocate(kind, repeats, banks, context, jnp.float32 if isinstance(kind, Recurrent) else dtype)
+
         return [
-            [{name: allocate(kind, run.repeats, banks, context, dtype) for name, kind in layout.items()} for layout in layouts]
+            [{name: component(kind, run.repeats) for name, kind in layout.items()} for layout in layouts]
             for run, layouts in zip(self.runs, self.layouts, strict=True)
         ]
 

@@ -24,10 +24,11 @@ from . import families
 from .compilation import compile_options
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
-from .weights import pack
+from .weights import pack, pack_stack
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
 LEAST_BUCKET = 256
+DTYPES = ("float32", "bfloat16")
 
 
 def rounded(n, steps, most):
@@ -44,18 +45,36 @@ def buckets(least, most):
 
 
 class Model:
-    """An artifact of a known family on the default device, with room for ``banks`` sequences of ``context`` tokens."""
+    """An artifact of a known family on the default device, with room for ``banks`` sequences of ``context`` tokens.
+
+    Logits and snapshots are float32. With dtype "bfloat16" products round their operands to it (but a router's, which decide),
+    rows of the state are kept in it, and everything else, the residual stream and the sums of products too, stays float32.
+    """
 
     dtype = np.float32
 
     def __init__(
-        self, artifact, *, context, banks=1, chunk=256, sizes=SIZES, least_bucket=LEAST_BUCKET, did=lambda _: None, **options
+        self,
+        artifact,
+        *,
+        context,
+        banks=1,
+        dtype="float32",
+        layout="cpu",
+        chunk=256,
+        sizes=SIZES,
+        least_bucket=LEAST_BUCKET,
+        did=lambda _: None,
+        **options,
     ):
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
-        chunk: tokens per call in prefill; sizes and least_bucket: chunk sizes and the shortest length of the past that
-        programs are compiled for (fewer means fewer programs and more padding). did: called for every tensor loaded.
+        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`. chunk: tokens per call in prefill;
+        sizes and least_bucket: chunk sizes and the shortest length of the past that programs are compiled for (fewer means
+        fewer programs and more padding). did: called for every tensor loaded.
         """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is unknown; {' or '.join(DTYPES)} is accepted")
         self.artifact = artifact
         self.family = reference_families.of(artifact)
         self.arithmetic = families.of(artifact)
@@ -72,9 +91,12 @@ class Model:
         prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
         homes = getattr(self.arithmetic, "homes", lambda config: {})(self.config)
         self.plan = Plan.of(self.config, tensors, self.layout, prefix, homes)
-        top = {name: pack(tensor) for name, tensor in tensors.items() if not name.startswith(prefix.split("{i}")[0])}
-        self._weights = {"top": top, "layers": self.plan.load(tensors, did)}
-        self._arrays = self.plan.allocate(banks, context)
+        top = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix.split("{i}")[0])}
+        self._weights = {
+            "top": {name: pack(tensor, layout, _operands([tensor], dtype)) for name, tensor in top.items()},
+            "layers": self.plan.load(tensors, lambda stack: pack_stack(stack, layout, _operands(stack, dtype)), did),
+        }
+        self._arrays = self.plan.allocate(banks, context, jnp.dtype(dtype))
         self._free = list(range(banks))
         self._programs = {}
         self._host = Weights(artifact, np.float32, cache_bytes=0)
@@ -181,6 +203,11 @@ class Model:
         return self._programs[key]
 
 
+def _operands(tensors, dtype):
+    """What products with these tensors (a stack of one name) multiply. Routers choose, so they stay in float32."""
+    return "float32" if tensors[0].name.endswith("ffn_gate_inp.weight") else dtype
+
+
 def _run(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
     """The traced program: embeddings, layers, head. → (logits [B, V] of the last real token, or [B, T, V]; state)."""
     chunk = Chunk(lengths, valid, tokens.shape[1], bucket, banks)
@@ -256,7 +283,7 @@ class Bank:
             full = self.model.plan.component(i, name)
             components[full] = self._trimmed(full, kind, made)
         logits = None if self.logits is None else np.array(self.logits)
-        return Snapshot(np.array(self.tokens, np.int64), components, logits)
+        return Snapshot(np.array(self.tokens, np.int64), _float32(components), logits)
 
     def _trimmed(self, name, kind, arrays):
         """Drop ring rows that a truncation has left behind."""
@@ -292,7 +319,8 @@ class Bank:
 
     def restore(self, snapshot):
         """Become ``snapshot``. ValueError, and no change, when it does not belong to this layout."""
-        state = self._float32(snapshot)
+        state = _float32(snapshot.components)
+        State(self.layout, np.float32).restore(Snapshot(snapshot.tokens, state))  # ds4ref checks it against the layout
         length, model = len(snapshot.tokens), self.model
         if length > model.context:
             raise ValueError(f"a snapshot of {length} tokens exceeds the context of {model.context}")
@@ -316,14 +344,9 @@ class Bank:
                 key = "pending" if isinstance(kind, Compressed) else "rows"
                 self._start[name] = length - len(state[name][key])
 
-    def _float32(self, snapshot):
-        """The snapshot's components in float32, checked by ds4ref against the layout."""
-        components = {
-            name: {key: np.asarray(value, np.float32) for key, value in arrays.items()}
-            for name, arrays in snapshot.components.items()
-        }
-        State(self.model.layout, np.float32).restore(Snapshot(snapshot.tokens, components))
-        return components
+
+def _float32(components):
+    return {name: {key: np.asarray(a, np.float32) for key, a in arrays.items()} for name, arrays in components.items()}
 
 
 def _held(kind):
@@ -345,6 +368,8 @@ def _cleared(arrays, slot):
     """Recurrent state starts from zero; every other row is hidden by its position until it is overwritten."""
 
     def clear(path, array):
-        return array.at[:, slot].set(0) if path[-1].key == "value" else array
+        if path[-1].key != "value":
+            return array
+        return jax.lax.dynamic_update_index_in_dim(array, jnp.zeros_like(array[:, :1]), slot, 1)
 
     return jax.tree_util.tree_map_with_path(clear, arrays)

@@ -45,10 +45,12 @@ ROWS_AT_ONCE = 64  # rows whose blocks are unpacked together: the temporaries st
 
 
 def kind(type, layout):
-    """How a type is kept. layout: "cpu", or "int8", which spends up to four times the bytes of IQ2_XXS to double its speed."""
+    """How a type is kept. layout: "cpu", which spends twice the bytes of IQ2_XXS on its speed, or "lean", which does not."""
     if type in FLOATS:
         return "float"
-    return OWN_KINDS[type] if type in OWN_KINDS and (layout, type) != ("int8", TensorType.IQ2_XXS) else "int8"
+    if (type, layout) == (TensorType.IQ2_XXS, "cpu"):
+        return "nibbles"
+    return OWN_KINDS.get(type, "int8")
 
 
 def planes(data, type, shape, layout="cpu"):
@@ -61,7 +63,7 @@ def planes(data, type, shape, layout="cpu"):
     if type in FLOATS:
         blocks, split = _float_blocks(data, type, K), lambda b: {"q": b[:, None]}
     else:
-        split = _SPLIT[OWN_KINDS.get(type) if kind(type, layout) != "int8" else type]
+        split = _SPLIT[type if kind(type, layout) == "int8" else kind(type, layout)]
         blocks = data.reshape(-1, BLOCK[type][1])
     blocks = blocks.reshape(prod(lead), N, -1, blocks.shape[-1])
 
@@ -159,10 +161,22 @@ def _iq2_xxs(b):
     return {"q": b[:, 2:].reshape(-1, 8, 8)[..., :4], "s": words[..., 1], "d": _f16(b[:, :2])}
 
 
-def _iq2_xxs_int8(b):
+def _iq2_xxs_nibbles(b):
+    """q [n, 8, 16]: code of value j in the low nibble of byte j, of value 16 + j in the high one; sc, d as in the int8 kind.
+
+    The codebook's ±8, ±25, ±43 are 17 k + e − 43 with k = 0 … 5 and e = 0 or 1; a code is 2 k + e, that of −v is 11 less it.
+    """
     f = _iq2_xxs(b)
-    q = _signed(_grid("IQ2_XXS")[f["q"]], _seven_signs(f["s"]))
-    return {"q": q.reshape(-1, 8, 32), "sc": _odd(f["s"] >> 28), "d": f["d"]}
+    codes = _magnitude_codes()[f["q"]]
+    negative = np.unpackbits(_seven_signs(f["s"])[..., None], axis=-1, bitorder="little")
+    codes = np.where(negative, 11 - codes, codes).reshape(-1, 8, 2, 16)
+    return {"q": codes[:, :, 0] | codes[:, :, 1] << 4, "sc": _odd(f["s"] >> 28), "d": f["d"]}
+
+
+@cache
+def _magnitude_codes():
+    """The codebook of IQ2_XXS with each magnitude as its nibble: uint8 [256, 8]."""
+    return np.select([_grid("IQ2_XXS") == m for m in (8, 25, 43)], [np.uint8(n) for n in (6, 8, 11)])
 
 
 def _iq2_xs(b):
@@ -233,6 +247,7 @@ _SPLIT = {
     "Q4_K": _q4_k,
     "Q2_K": _q2_k,
     "IQ2_XXS": _iq2_xxs,
+    "nibbles": _iq2_xxs_nibbles,
     TensorType.Q4_0: _q4_0,
     TensorType.Q4_1: _q4_1,
     TensorType.Q5_0: _q5_0,
@@ -243,7 +258,6 @@ _SPLIT = {
     TensorType.Q6_K: _q6_k,
     TensorType.IQ1_S: _iq1_s,
     TensorType.IQ1_M: _iq1_m,
-    TensorType.IQ2_XXS: _iq2_xxs_int8,
     TensorType.IQ2_XS: _iq2_xs,
     TensorType.IQ2_S: _iq2_s,
     TensorType.IQ3_XXS: _iq3_xxs,

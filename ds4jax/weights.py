@@ -19,10 +19,12 @@ from jax import lax
 
 from ds4ref.quants import PLAIN, TensorType
 
-from . import packing
-from .lanes import KINDS, read
+from . import blocks, kernels, packing, primitives
+from .lanes import KINDS as LANES
+from .lanes import Kind, read
 
-LAYOUTS = ("cpu", "int8")
+LAYOUTS = ("cpu", "lean", "gpu")
+KINDS = LANES | {"rows": Kind(2, None, blocks.chunk)}  # whose products are those of kernels.linear
 FEW_ROWS = 6  # rows of x that are multiplied one by one
 SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
 CHUNK_VALUES = 1 << 20  # float32 values dequantised at a time
@@ -30,14 +32,18 @@ TILE = 32  # tokens of one expert multiplied at a time
 PAIRS_PER_EXPERT = 8  # (token, expert) pairs per expert from which dequantising an expert pays
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["planes", "index"], meta_fields=["type", "kind", "rows", "columns"])
+_META = ["type", "kind", "rows", "columns", "operands"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["planes", "index"], meta_fields=_META)
 @dataclass(frozen=True)
 class Packed:
     """One packed matrix [N, K], or a stack of them [..., N, K]: a pytree whose leaves are planes [..., b, *field, lanes].
 
     index: positions along the first axes of the stack, integers or traced scalars, that ``at`` has chosen. They are applied
     where a plane is read, so that a product in a loop over layers or experts copies nothing.
-    type: name of the GGUF type; kind: which planes there are, see :mod:`ds4jax.packing`.
+    type: name of the GGUF type; kind: which planes there are, see :mod:`ds4jax.packing`. operands: "float32", or "bfloat16",
+    to which a product rounds what it multiplies; it adds up in float32 either way.
     """
 
     planes: dict[str, jax.Array]
@@ -45,6 +51,7 @@ class Packed:
     kind: str
     rows: int
     columns: int
+    operands: str = "float32"
     index: tuple = field(default=())
 
     @property
@@ -60,11 +67,12 @@ class Packed:
         return replace(self, index=(*self.index, *index))
 
 
-def pack(tensor, layout="cpu"):
+def pack(tensor, layout="cpu", operands="float32"):
     """A tensor of an artifact on the device: :class:`Packed` for matrices and stacks, an array for vectors and integers.
 
     Vectors are dequantised to float32. int64 values that JAX's 32 bits cannot hold stay a NumPy array.
-    layout: "cpu", or "int8": faster on IQ2_XXS, for four times its bytes. ValueError for another one.
+    layout: "cpu"; "lean": half the bytes on IQ2_XXS, for half the speed; "gpu": see :mod:`ds4jax.blocks`. ValueError for
+    another one.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} of weights is unknown; {' or '.join(map(repr, LAYOUTS))} is accepted")
@@ -72,12 +80,15 @@ def pack(tensor, layout="cpu"):
         return _integers(tensor.dequantize())
     if len(tensor.shape) == 1:
         return array(tensor)
+    if layout == "gpu":
+        planes = {name: jnp.asarray(plane) for name, plane in blocks.planes(tensor.data, tensor.type, tensor.shape)}
+        return Packed(planes, TensorType(tensor.type).name, "rows", *tensor.shape[-2:], operands)
     planes = packing.planes(tensor.data, tensor.type, tensor.shape, layout)
     planes = {name: jnp.asarray(plane) for name, plane in planes.items()}
-    return Packed(planes, TensorType(tensor.type).name, packing.kind(tensor.type, layout), *tensor.shape[-2:])
+    return Packed(planes, TensorType(tensor.type).name, packing.kind(tensor.type, layout), *tensor.shape[-2:], operands)
 
 
-def pack_stack(tensors, layout="cpu"):
+def pack_stack(tensors, layout="cpu", operands="float32"):
     """Tensors of one shape and type, one per layer, as one stack [L, ...] of what :func:`pack` gives.
 
     Each is packed, written into the stack on the device and let go. ValueError unless they are alike.
@@ -88,7 +99,7 @@ def pack_stack(tensors, layout="cpu"):
         raise ValueError(f"only tensors of one shape and type can be stacked, not {found or 'none'}")
     stack = None
     for layer, tensor in enumerate(tensors):
-        packed = pack(tensor, layout)
+        packed = pack(tensor, layout, operands)
         if stack is None:
             stack = jax.tree.map(lambda a: jnp.zeros((len(tensors), *a.shape), a.dtype), packed)
         stack = _write_layer(stack, packed, layer)
@@ -121,7 +132,16 @@ def nbytes(weights):
 
 def layout_name(layout="cpu"):
     """What a plan calls a layout."""
-    return {"cpu": "lanes, packed (XLA)", "int8": "lanes, IQ2_XXS as int8 (XLA)"}[layout]
+    return {
+        "cpu": "lanes, packed (XLA)",
+        "lean": "lanes, packed as in the file (XLA)",
+        "gpu": "rows, packed (Pallas kernels on CUDA, else XLA)",
+    }[layout]
+
+
+def default_layout(platform):
+    """The layout for a platform as ``jax.default_backend()`` names it: "gpu" (or "cuda", "rocm"), else that of CPUs."""
+    return "gpu" if platform in ("gpu", "cuda", "rocm") else "cpu"
 
 
 def select_layer(weights, layer):
@@ -152,9 +172,14 @@ def dequantize(w):
 
 def linear(w, x):
     """``x Wᵀ``: x [..., K] → float32 [..., N]. w: :class:`Packed` [N, K], or an array."""
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    rows = _rounded(w, x.reshape(-1, x.shape[-1]).astype(jnp.float32))
     y = _packed_product(w, rows) if isinstance(w, Packed) else _dense_product(w.astype(jnp.float32), rows)
     return y.reshape(*x.shape[:-1], w.shape[-2])
+
+
+def _rounded(w, x):
+    """x float32 as the operands of a product with ``w``; not by ``astype``, a pair of which XLA may leave out."""
+    return lax.reduce_precision(x, 8, 7) if getattr(w, "operands", "float32") == "bfloat16" else x
 
 
 def expert_linear(w, expert, x):
@@ -167,6 +192,8 @@ def embed_rows(w, ids):
     ids = jnp.clip(ids, 0, w.shape[-2] - 1)
     if not isinstance(w, Packed):
         return w[ids].astype(jnp.float32)
+    if w.kind == "rows":
+        return blocks.take(w, ids)
     planes = {name: read(w, name)[..., ids] for name in w.planes}
     taken = replace(w, planes=planes, rows=len(ids), index=())
     return KINDS[w.kind].chunk(taken, (0, len(ids))).T
@@ -177,10 +204,13 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
 
     h: [R, D]; chosen, weights: [R, K]; gate, up: stacks [E, F, D]; down: [E, D, F]; act: (gate, up) [..., F] → [..., F].
     own: arrays [E, ...] whose entries of the expert are further arguments of ``act``.
-    Few pairs go one by one; many are grouped by expert, and each expert that has any is dequantised once.
+    Few pairs go one by one; many are grouped by expert, and each expert that has any is dequantised once. Without ``own``,
+    act is elementwise.
     """
     pairs = chosen.size
     many = len(h) > FEW_ROWS and pairs >= PAIRS_PER_EXPERT * gate.shape[-3]
+    if not many and all(isinstance(w, Packed) and w.kind == "rows" for w in (gate, up, down)):
+        return kernels.experts(h.astype(jnp.float32), chosen, weights, gate, up, down, act, own, _single_experts)
     apply = _grouped_experts if many else _single_experts
     return apply(h.astype(jnp.float32), chosen, weights, gate, up, down, act, own)
 
@@ -188,14 +218,14 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
 def _single_experts(h, chosen, weights, gate, up, down, act, own):
     """One pair after the other, products of one row; sorted by expert, whose bytes are then still in the cache."""
     used, flat = chosen.shape[1], chosen.reshape(-1)
-    order = jnp.argsort(flat)
+    order = primitives.group(flat, gate.shape[-3]).order
 
     def add_pair(n, y):
         i = order[n]
         r, e = i // used, flat[i]
         x = lax.dynamic_index_in_dim(h, r, keepdims=False)
         z = expert_linear(down, e, act(expert_linear(gate, e, x), expert_linear(up, e, x), *(a[e] for a in own)))
-        return y.at[r].add(weights[r, i % used] * z)
+        return primitives.add_row(y, weights[r, i % used] * z, r)
 
     return lax.fori_loop(0, chosen.size, add_pair, jnp.zeros((len(h), down.shape[-2]), jnp.float32))
 
@@ -207,11 +237,10 @@ def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
     """
     pairs, used, E = chosen.size, chosen.shape[1], gate.shape[-3]
     flat = chosen.reshape(-1)
-    order = jnp.argsort(flat)
-    ends = jnp.cumsum(jnp.bincount(flat, length=E))
+    order, places, ends = primitives.group(flat, E)
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    busy = jnp.nonzero(ends > starts, size=min(E, pairs), fill_value=0)[0]
-    x = jnp.pad(h[order // used], ((0, TILE), (0, 0)))
+    busy = primitives.true_first(ends > starts, min(E, pairs))
+    x = jnp.pad(_rounded(gate, h)[order // used], ((0, TILE), (0, 0)))
 
     def one_expert(i, y):
         e = busy[i]
@@ -221,14 +250,14 @@ def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
         def one_tile(state):
             at, y = state
             rows = lax.dynamic_slice_in_dim(x, at, TILE)
-            return at + TILE, lax.dynamic_update_slice_in_dim(y, act(rows @ g, rows @ u, *held) @ d, at, 0)
+            z = _rounded(down, act(rows @ g, rows @ u, *held)) @ d
+            return at + TILE, lax.dynamic_update_slice_in_dim(y, z, at, 0)
 
         return lax.while_loop(lambda state: state[0] < ends[e], one_tile, (starts[e], y))[1]
 
     y = jnp.zeros((pairs + TILE, down.shape[-2]), jnp.float32)
     y = lax.fori_loop(0, jnp.count_nonzero(ends > starts), one_expert, y)
-    mine = jnp.zeros(pairs, order.dtype).at[order].set(jnp.arange(pairs, dtype=order.dtype))
-    return jnp.einsum("rk,rkd->rd", weights.astype(jnp.float32), y[mine].reshape(*chosen.shape, -1))
+    return jnp.einsum("rk,rkd->rd", weights.astype(jnp.float32), y[places].reshape(*chosen.shape, -1))
 
 
 def _transposed(w, expert):
@@ -248,6 +277,8 @@ def _dense_product(w, x):
 def _packed_product(w, x):
     if len(w.shape) != 2:
         raise ValueError(f"a product needs one matrix; {w.type} weights {list(w.shape)} are a stack, choose with at()")
+    if w.kind == "rows":
+        return kernels.linear(w, x)
     if len(x) <= FEW_ROWS and w.rows * w.columns > SMALL:
         return jnp.stack([KINDS[w.kind].product(w, row) for row in x])
     size = min(w.rows, max(64, CHUNK_VALUES // w.columns))

@@ -9,6 +9,7 @@ the tensor data, MAX_KEYS keys, MAX_STRINGS strings in arrays, MAX_TENSORS tenso
 refused.
 """
 
+import copy
 import math
 import mmap
 import operator
@@ -16,7 +17,7 @@ import os
 import re
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +67,15 @@ class ArtifactError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """One tensor of a file. ``shape`` is in numpy order; ``data`` a read-only uint8 view of the file's map."""
+    """One tensor of a file. ``shape`` is in numpy order; ``data`` a read-only uint8 view of the file's map, which begins at
+    byte ``offset`` of the file of shard ``shard``."""
 
     name: str
     shape: tuple[int, ...]
     type: TensorType
     data: np.ndarray
     shard: int = 0
+    offset: int = 0
 
     @property
     def nbytes(self):
@@ -160,6 +163,21 @@ class Artifact:
     def architecture(self):
         """``general.architecture``. ArtifactError without it."""
         return Keys(self, "").str("general.architecture")
+
+    def with_data(self, data):
+        """The same artifact with its tensors' bytes elsewhere: ``data`` maps every name to uint8 [nbytes].
+
+        This artifact stays as it is; closed, it lets its files go, of which the new one maps nothing.
+        ValueError where bytes are missing or of another length.
+        """
+        other = copy.copy(self)
+        other.tensors = {}
+        for name, tensor in self.tensors.items():
+            found = data[name].size if name in data else 0
+            if found != tensor.nbytes:
+                raise ValueError(f"{self.path.name}: tensor {name!r} needs {tensor.nbytes} bytes of data, got {found}")
+            other.tensors[name] = replace(tensor, data=data[name])
+        return other
 
     def __enter__(self):
         return self
@@ -268,7 +286,7 @@ def parse(contents, path, shard=0):
     start = -(-header.at // alignment) * alignment
     _check_layout(header, infos, start, alignment)
     tensors = {
-        name: Tensor(name, shape, type, np.frombuffer(contents, np.uint8, size, start + offset), shard)
+        name: Tensor(name, shape, type, np.frombuffer(contents, np.uint8, size, start + offset), shard, start + offset)
         for name, (shape, type, offset, size) in infos.items()
     }
     return Contents(path, len(contents), metadata, types, tensors)

@@ -38,6 +38,10 @@ class SnapshotError(ValueError):
     """The bytes are not a snapshot that this state can become; one sentence says why."""
 
 
+class ForeignSnapshot(SnapshotError):
+    """Not damaged as far as was read, but of another identity or a later version of the format."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a snapshot and the state that it becomes must agree on."""
@@ -74,14 +78,19 @@ def _json(value):
 
 def encode(snapshot, identity):
     """The bytes of ``snapshot``, taken of a state of that identity. ValueError for an array that the format cannot hold."""
+    return b"".join(encode_parts(snapshot, identity))
+
+
+def encode_parts(snapshot, identity):
+    """The same bytes in several pieces, buffers that share the snapshot's memory where it lies as the format wants it."""
     blobs = _blobs(snapshot)
     directory = _directory(identity, len(snapshot.tokens), blobs)
     parts = [HEAD.pack(MAGIC, VERSION, len(directory)), directory]
     written = HEAD.size + len(directory)
     for array in blobs.values():
-        parts += [bytes(_padding(written)), array.tobytes()]
+        parts += [bytes(_padding(written)), array.reshape(-1).view(np.uint8).data]
         written += len(parts[-2]) + array.nbytes
-    return b"".join(parts)
+    return parts
 
 
 def _blobs(snapshot):
@@ -124,7 +133,7 @@ def decode(data, layout, identity):
     text, found = _read_directory(data)
     for name, expected in dataclasses.asdict(identity).items():
         if found[name] != expected:
-            raise SnapshotError(f"snapshot of {name} {found[name]!r:.80}, expected {expected!r}")
+            raise ForeignSnapshot(f"snapshot of {name} {found[name]!r:.80}, expected {expected!r}")
     blobs = _read_blobs(data, HEAD.size + len(text), found["blobs"])
     snapshot = _assembled(blobs, identity)
     if text != _directory(identity, len(snapshot.tokens), _blobs(snapshot)):
@@ -144,7 +153,7 @@ def _read_directory(data):
     if magic != MAGIC:
         raise SnapshotError(f"snapshot begins with {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise SnapshotError(f"snapshot is of version {version}, this program reads {VERSION}")
+        raise ForeignSnapshot(f"snapshot is of version {version}, this program reads {VERSION}")
     if size > len(data) - HEAD.size:
         raise SnapshotError(f"snapshot directory of {size} bytes ends beyond the {len(data)} bytes of the snapshot")
     text = bytes(data[HEAD.size : HEAD.size + size])
