@@ -4,8 +4,8 @@ Ties go to the lowest index, as in :mod:`ds4ref.indexer`. Letters: B banks, T qu
 """
 
 import jax.numpy as jnp
-from jax import lax
 
+from . import primitives
 from .ops import layer_norm, rotate_head, rotate_pairs
 from .state import visible
 from .weights import linear
@@ -22,9 +22,7 @@ def select(scores, mask, k):
         return mask
     # XLA ranks −0.0 below +0.0, which would break the tie order of scores that are zero.
     scores = jnp.where(scores == 0, 0.0, scores)
-    best = lax.top_k(jnp.where(mask, scores, -jnp.inf), k)[1]
-    banks, tokens = jnp.arange(scores.shape[0])[:, None, None], jnp.arange(scores.shape[1])[None, :, None]
-    return mask & jnp.zeros(mask.shape, bool).at[banks, tokens, best].set(True)
+    return mask & primitives.largest(jnp.where(mask, scores, -jnp.inf), k)
 
 
 def select_by_latent(component, h, latent, tensors, theta, eps, k):

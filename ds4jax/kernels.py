@@ -6,8 +6,8 @@ ends it. Stacks come whole, with the layer or expert as numbers that the kernel 
 only the chosen experts' bytes are touched. What no kernel takes, ``choose`` says why, XLA does: rows are dequantised in chunks
 and multiplied as float32 matrices (as bfloat16 ones where the weights' ``operands`` say so).
 
-The kernels were lowered for CUDA and run in Pallas's interpreter. They were never run or timed on a GPU: tile sizes follow from
-register counts, not from measurements.
+The kernels were lowered for CUDA, compiled for sm_90 by Triton 3.9 (which tells registers and spills), and run in Pallas's
+interpreter. They were never run or timed on a GPU: tile sizes follow from register counts, not from measurements.
 
 Letters: N output rows, K columns, T rows of x, E experts, F an expert's width, P pairs of token and expert, R rows a program.
 """
@@ -32,9 +32,9 @@ MOST_ROWS = 8  # rows of x that a kernel takes
 CHUNK_VALUES = 1 << 22  # values dequantised at a time: 16 MB, which stay in a GPU's cache
 WARPS = 4
 SUMS_PER_THREAD = 32  # registers for sums; a thread has 255
-MOST_CUT = 64  # experts of a plane that are copied out of it, see _unreachable
-UNREACHABLE = 1 << 31, 1 << 32
 PROGRAMS = 256  # that keep a GPU of some 130 multiprocessors busy
+UNREACHABLE = 1 << 31, 1 << 32  # bytes of planes that offsets do not reach, see _unreachable
+MOST_CUT = 64  # matrices that are copied out of such a plane
 
 log = logging.getLogger(__name__)
 
@@ -422,28 +422,57 @@ def _q6_k(K):
     return Tile(256, (2, 4, 2, 16), planes, (2, 2, 16), parts)
 
 
-def _iq2_xxs(K):
-    """Eight words s of a scale and four times seven signs; every sign byte's eighth bit is the parity of the others."""
+def _pq2_0(K):
+    """Bits 2k of byte j are value 4j + k."""
+    C = _most(K, 128, 2)
 
     def parts(read, tables):
-        (words,) = tables
-        index, s = _int(read("q")), _int(read("s"))
+        codes = _int(read("q"))[..., None] >> _iota((1, 1, 1, 4), 3, 2) & 3
+        yield (), (_f32(codes) - 1) * _f32(read("d"))[:, :, None, None]
+
+    return Tile(128 * C, (C, 32, 4), {"q": (C, 32), "d": (C,)}, (C, 32, 4), parts)
+
+
+def _iq2_xxs(K):
+    """Eight words s of a scale and four times seven signs."""
+
+    def parts(read, tables):
+        s = _int(read("s"))
         scale = _f32(read("d"))[:, None] * ((_codes(s, 28, 15) + 0.5) * 0.25)
-        signs = s[:, :, None] >> _iota((1, 1, 4), 2, 7) & 127
-        signs = (signs | (lax.population_count(signs) & 1) << 7)[:, :, :, None, None]
-        word = words[index[..., None] + _iota((1, 1, 1, 2), 3, 256)][..., None]
-        half, byte = (_iota((1, 1, 1, 2, 4), axis) for axis in (3, 4))
-        magnitude = _f32(word >> 8 * byte & 255) * scale[:, :, None, None, None]
-        yield (), jnp.where((signs >> 4 * half + byte & 1) != 0, -magnitude, magnitude)
+        values = _iq2_values(tables, 256, _int(read("q")), s[:, :, None] >> _iota((1, 1, 4), 2, 7) & 127)
+        yield (), values * scale[:, :, None, None, None]
 
     shape = 8, 4, 2, 4
-    return Tile(256, shape, {"q": (8, 4), "s": (8,), "d": ()}, shape, parts, _iq2_xxs_words)
+    return Tile(256, shape, {"q": (8, 4), "s": (8,), "d": ()}, shape, parts, lambda: _iq2_words("IQ2_XXS"))
+
+
+def _iq2_xs(K):
+    """Words of nine bits of an index and seven signs; a nibble of s is the scale of two of them."""
+
+    def parts(read, tables):
+        q, s = _int(read("q")), _int(read("s"))[:, :, None] >> _iota((1, 1, 2), 2, 4) & 15
+        scale = _f32(read("d"))[:, None, None] * ((_f32(s) + 0.5) * 0.25)
+        yield (), _iq2_values(tables, 512, q & 511, q >> 9 & 127) * scale[..., None, None, None]
+
+    shape = 8, 2, 2, 2, 4
+    return Tile(256, shape, {"q": (8, 2, 2), "s": (8,), "d": ()}, shape, parts, lambda: _iq2_words("IQ2_XS"))
+
+
+def _iq2_values(tables, entries, index, signs):
+    """Entries of a codebook with seven signs and, for the eighth, their parity: float32 [..., 2, 4]."""
+    (words,) = tables
+    signs = (signs | (lax.population_count(signs) & 1) << 7)[..., None, None]
+    ones = tuple(1 for _ in index.shape)
+    word = words[index[..., None] + _iota((*ones, 2), index.ndim, entries)][..., None]
+    half, byte = (_iota((*ones, 2, 4), index.ndim + axis) for axis in range(2))
+    magnitude = _f32(word >> 8 * byte & 255)
+    return jnp.where((signs >> 4 * half + byte & 1) != 0, -magnitude, magnitude)
 
 
 @cache
-def _iq2_xxs_words():
-    """The codebook, int32 [2 · 256]: values 0–3 of every entry as bytes, the lowest first, then values 4–7 of every entry."""
-    return (packing.iq2_xxs_table().reshape(-1),)
+def _iq2_words(name):
+    """A codebook, int32 [2 · entries]: values 0–3 of every entry as bytes, the lowest first, then values 4–7 of every entry."""
+    return (np.ascontiguousarray(packing._grid(name).reshape(-1, 2, 4).swapaxes(0, 1)).view("<i4").reshape(-1),)
 
 
 def _iq1_s(K):
@@ -500,5 +529,7 @@ TILES = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "PQ2_0": _pq2_0,
 }
 """Type → its :class:`Tile`, a function of K. Formats are ggml's ``block_*``."""

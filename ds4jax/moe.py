@@ -5,6 +5,7 @@
 
 import jax.numpy as jnp
 
+from . import primitives
 from . import weights as packed
 from .ops import sigmoid, swiglu_activation, top_k
 from .weights import linear
@@ -19,7 +20,7 @@ def route(affinity, used, bias=None, scale=1.0, floor=1e-20):
 def route_grouped(affinity, used, groups, groups_used, bias, scale=1.0, floor=1e-20):
     """:func:`route` limited to the best groups; a group's score is the sum of its two best biased affinities."""
     biased = (affinity + bias).reshape(*affinity.shape[:-1], groups, -1)
-    kept = top_k(jnp.sum(jnp.sort(biased, axis=-1)[..., -2:], axis=-1), groups_used)
+    kept = top_k(jnp.sum(primitives.top_k(biased, 2)[0], axis=-1), groups_used)
     allowed = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
     chosen = top_k(jnp.where(allowed[..., None], biased, -jnp.inf).reshape(affinity.shape), used)
     return chosen, renormalise(jnp.take_along_axis(affinity, chosen, axis=-1), scale, floor)

@@ -10,6 +10,8 @@ from jax import lax, nn
 
 from ds4ref.ops import rope_frequencies, yarn_frequencies, yarn_ramp
 
+from . import primitives
+
 __all__ = [
     "angles", "divided_angles", "layer_norm", "rms_norm", "rope_frequencies", "rotate_halves", "rotate_head",
     "rotate_pairs", "rotate_tail", "sigmoid", "silu", "softmax", "softplus", "swiglu_activation", "top_k", "unit_norm",
@@ -47,7 +49,7 @@ def softplus(x):
 
 def top_k(scores, k):
     """Indices of the k largest along the last axis, best first; equal scores keep the lower index first."""
-    return lax.top_k(scores, k)[1]
+    return primitives.top_k(scores, k)[1]
 
 
 def swiglu_activation(g, u, limit=0.0, clamp="gate"):

@@ -20,6 +20,8 @@ from jax import lax
 
 from ds4ref import state as kinds
 
+from . import primitives
+
 
 def allocate(kind, layers, banks, context, dtype=jnp.float32):
     """Zeroed arrays of one component for ``layers`` stacked layers and ``banks`` sequences of up to ``context`` tokens."""
@@ -108,13 +110,13 @@ class _Component:
     def _write(self, array, index, rows):
         """Set rows [B, N, …] at ``index`` [B, N] of this layer; indices beyond the end are dropped."""
         whole = self._owner.arrays[self._name]
-        place = whole[array].at[self._owner.layer, self._banks()[:, None], index]
-        self._owner.arrays[self._name] = whole | {array: place.set(rows.astype(whole[array].dtype), mode="drop")}
+        written = primitives.put_rows(whole[array], self._owner.layer, self._banks(), index, rows)
+        self._owner.arrays[self._name] = whole | {array: written}
 
     def _store(self, array, value):
         whole = self._owner.arrays[self._name]
-        place = whole[array].at[self._owner.layer, self._banks()]
-        self._owner.arrays[self._name] = whole | {array: place.set(value.astype(whole[array].dtype), mode="drop")}
+        written = primitives.put_value(whole[array], self._owner.layer, self._banks(), value)
+        self._owner.arrays[self._name] = whole | {array: written}
 
 
 class _Rows(_Component):

@@ -217,17 +217,23 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
 
 def _single_experts(h, chosen, weights, gate, up, down, act, own):
     """One pair after the other, products of one row; sorted by expert, whose bytes are then still in the cache."""
-    used, flat = chosen.shape[1], chosen.reshape(-1)
+    used, flat, mix = chosen.shape[1], chosen.reshape(-1), weights.reshape(-1)
+
+    def one_pair(i, x):
+        e = flat[i]
+        hidden = act(expert_linear(gate, e, x), expert_linear(up, e, x), *(a[e] for a in own))
+        return mix[i] * expert_linear(down, e, hidden)
+
+    if len(h) == 1:
+        return lax.fori_loop(0, used, lambda i, y: y + one_pair(i, h[0]), jnp.zeros(down.shape[-2], jnp.float32))[None]
     order = primitives.group(flat, gate.shape[-3]).order
 
     def add_pair(n, y):
         i = order[n]
-        r, e = i // used, flat[i]
-        x = lax.dynamic_index_in_dim(h, r, keepdims=False)
-        z = expert_linear(down, e, act(expert_linear(gate, e, x), expert_linear(up, e, x), *(a[e] for a in own)))
-        return primitives.add_row(y, weights[r, i % used] * z, r)
+        r = i // used
+        return primitives.add_row(y, one_pair(i, lax.dynamic_index_in_dim(h, r, keepdims=False)), r)
 
-    return lax.fori_loop(0, chosen.size, add_pair, jnp.zeros((len(h), down.shape[-2]), jnp.float32))
+    return lax.fori_loop(0, flat.size, add_pair, jnp.zeros((len(h), down.shape[-2]), jnp.float32))
 
 
 def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
