@@ -20,7 +20,7 @@ from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.state import Compressed, Recurrent, Ring, Rows, Snapshot, State
 from ds4ref.weights import Weights, check
 
-from . import families
+from . import families, primitives
 from .compilation import compile_options
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
@@ -75,7 +75,7 @@ class Model:
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; {' or '.join(DTYPES)} is accepted")
-        self.artifact = artifact
+        self.artifact, self.profile = artifact, primitives.profile()
         self.family = reference_families.of(artifact)
         self.arithmetic = families.of(artifact)
         if "context" in self.family.OPTIONS:
@@ -198,7 +198,7 @@ class Model:
     def _program(self, bucket, every):
         key = (bucket, every)
         if key not in self._programs:
-            run = partial(_run, self.arithmetic, self.config, self.plan, bucket, every)
+            run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every)
             self._programs[key] = jax.jit(run, donate_argnums=1, compiler_options=compile_options())
         return self._programs[key]
 
@@ -208,8 +208,16 @@ def _operands(tensors, dtype):
     return "float32" if tensors[0].name.endswith("ffn_gate_inp.weight") else dtype
 
 
-def _run(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
-    """The traced program: embeddings, layers, head. → (logits [B, V] of the last real token, or [B, T, V]; state)."""
+def _run(arithmetic, config, plan, profile, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
+    """The traced program: embeddings, layers, head. → (logits [B, V] of the last real token, or [B, T, V]; state).
+
+    profile: of :mod:`ds4jax.primitives`; whichever thread traces.
+    """
+    with primitives.using(profile):
+        return _traced(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared)
+
+
+def _traced(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
     chunk = Chunk(lengths, valid, tokens.shape[1], bucket, banks)
     x = arithmetic.start(config, weights["top"], tokens, chunk, *prepared)
     x, arrays = plan.apply(arithmetic.layer, config, weights["layers"], arrays, chunk, x)

@@ -117,7 +117,7 @@ def _stale(device, current):
 def _remedy(requested):
     return {
         "cuda": "pip install 'ds4[cuda]' brings NVIDIA's plugin",
-        "metal": "pip install 'ds4[mps]' brings jax-mps, the plugin for Apple's GPUs",
+        "metal": "pip install 'ds4[metal]' brings jax-mps, the plugin for Apple's GPUs",
     }.get(requested, "JAX_PLATFORMS may hide it")
 
 

@@ -187,6 +187,13 @@ def expert_linear(w, expert, x):
     return linear(w.at(expert) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, expert, keepdims=False), x)
 
 
+def batched_linear(w, x):
+    """``x_g W_gᵀ`` for every matrix of a stack, one input each: w [G, N, K], x [..., G, K] → float32 [..., G, N]."""
+    rows = jnp.moveaxis(x.reshape(-1, *x.shape[-2:]), 1, 0)
+    y = lax.map(lambda item: expert_linear(w, *item), (jnp.arange(len(rows)), rows))
+    return jnp.moveaxis(y, 0, 1).reshape(*x.shape[:-1], w.shape[-2])
+
+
 def embed_rows(w, ids):
     """Rows ``ids`` [T] of an embedding [V, D]: float32 [T, D]. Ids beyond V read its last row."""
     ids = jnp.clip(ids, 0, w.shape[-2] - 1)

@@ -4,21 +4,28 @@ import jax.numpy as jnp
 
 from ds4ref.families.deepseek4 import ARCHITECTURES, _frequencies
 
-from .. import hyper, moe
+from .. import hyper, moe, views
 from ..attention import attend
 from ..indexer import index_scores, select
 from ..layers import embed
 from ..ops import angles, rms_norm, rotate_tail, softmax, softplus
 from ..rounding import hadamard, round_blocks, round_e2m1, round_e4m3
 from ..state import visible
-from ..weights import dequantize, linear
+from ..weights import batched_linear, dequantize, linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
 
 
 def uses(c, name):
     """Whether the forward pass reads this tensor."""
     return not name.endswith("exp_probs_b_vl.bias")
+
+
+def tensors_of(c, artifact):
+    """The artifact's tensors, the first output projection as one matrix per group: [G, rank, H·d / G]."""
+    projections = {name: t for name, t in artifact.tensors.items() if name.endswith("attn_output_a.weight")}
+    groups = {name: views.reshaped(t, name, (c.out_groups, c.out_rank, t.shape[1])) for name, t in projections.items()}
+    return artifact.tensors | groups
 
 
 def start(c, top, tokens, chunk):
@@ -73,9 +80,7 @@ def attention(c, i, w, state, h):
     rows = rows[:, :, None, :]
     out = attend(q, rows, rows, mask, c.head_width**-0.5, sinks=w["attn_sinks.weight"])
     out = rotate_tail(out, -theta[:, :, None, :])
-    groups = out.reshape(*h.shape[:2], c.out_groups, -1)
-    mixers = dequantize(w["attn_output_a.weight"]).reshape(c.out_groups, c.out_rank, -1)
-    mixed = jnp.einsum("btgi,goi->btgo", groups, mixers)
+    mixed = batched_linear(w["attn_output_a.weight"], out.reshape(*h.shape[:2], c.out_groups, -1))
     return linear(w["attn_output_b.weight"], mixed.reshape(*h.shape[:2], -1))
 
 

@@ -64,7 +64,7 @@ def test_choice(requested, available, version, name, package, words):
     [
         ("cuda", (CPU, MPS), "platform cuda is not here: JAX sees cpu, mps; pip install"),
         ("cuda", (CPU, ROCM), "platform cuda is not here: JAX sees cpu, gpu"),
-        ("metal", (CPU,), "platform metal is not here: JAX sees cpu; pip install 'ds4[mps]'"),
+        ("metal", (CPU,), "platform metal is not here: JAX sees cpu; pip install 'ds4[metal]'"),
         ("cpu", (GPU,), "platform cpu is not here"),
         ("auto", (), "JAX sees nothing"),
         ("tpu", (CPU,), "platform 'tpu' is unknown; auto, cuda, metal or cpu is accepted"),
