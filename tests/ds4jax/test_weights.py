@@ -273,13 +273,15 @@ def test_what_pack_makes_of_vectors_and_integers():
 def test_bytes_are_those_of_the_file():
     for type in (TensorType.Q8_0, TensorType.Q2_K, TensorType.IQ2_XXS, TensorType.F16, TensorType.BF16):
         tensor = normal_tensor(type, (70, 512))
-        assert weights.nbytes({"w": pack(tensor), "l": pack_stack([tensor] * 2)}) == 3 * tensor.nbytes
+        held = {"w": pack(tensor, "lean"), "l": pack_stack([tensor] * 2, "lean")}
+        assert weights.nbytes(held) == 3 * tensor.nbytes
+    assert weights.nbytes(pack(tensor := normal_tensor(TensorType.IQ2_XXS, (70, 512)))) < 2.1 * tensor.nbytes
     assert weights.nbytes(pack(normal_tensor(TensorType.Q4_K, (70, 512)))) < 1.03 * 70 * 512 * 4.5 / 8
 
 
 def test_errors_name_what_was_found():
     q8, q4 = normal_tensor(TensorType.Q8_0, (4, 256)), normal_tensor(TensorType.Q4_K, (4, 256))
-    with pytest.raises(ValueError, match="'fast' .* 'cpu' or 'int8'"):
+    with pytest.raises(ValueError, match="'fast' .* 'cpu' or 'lean'"):
         pack(q8, "fast")
     with pytest.raises(ValueError, match=r"Q4_K \[4, 256\], Q8_0 \[4, 256\]"):
         pack_stack([q8, q4])
