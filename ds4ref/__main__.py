@@ -1,16 +1,20 @@
 """The reference on the command line: logits, inspect, render, generate, tokenize, trace, tiny.
 
 Exit codes: 0 done, 2 for anything wrong with an argument or a file (one sentence on stderr).
+
+``ds4jax.__main__`` has the same commands on a device: it takes their arguments and what they do with a model from here.
 """
 
 import argparse
 import json
+import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
-from . import families, tiny
+from . import families, scaled, tiny
 from .chat import CallArguments, CallBegin, ChatError, Options, Reasoning, Text
 from .conversation import Conversation
 from .generation import run
@@ -29,18 +33,21 @@ class UsageError(ValueError):
 
 def main(argv=None):
     """Entry point of ``ds4ref``. Returns the exit code."""
-    args = parser().parse_args(argv)
+    return run_command("ds4ref", parser().parse_args(argv))
+
+
+def run_command(program, args):
+    """Run the command that a parser chose and return the exit code: the command's own, or that of its mistake."""
     try:
-        args.run(args)
+        return args.run(args) or 0
     except BrokenPipeError:
         return 1
     except (UsageError, ArtifactError, ChatError) as error:
-        print(f"ds4ref: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("ds4ref: interrupted", file=sys.stderr)
+        print(f"{program}: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def parser():
@@ -50,25 +57,17 @@ def parser():
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name, run, text, model=True):
-        sub = commands.add_parser(name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        sub.set_defaults(run=run)
-        if model:
-            sub.add_argument("-m", "--model", metavar="FILE", required=True, help="GGUF; of a split artifact the first shard")
-        return sub
-
-    def computing(sub):
-        sub.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic and state")
-        sub.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=f"family switch: {_switches()}")
+        return add_command(commands, name, run, text, model)
 
     sub = command("logits", logits, "Logits after every token of a sequence.")
-    computing(sub)
-    sub.add_argument("--tokens", metavar="IDS.npy", required=True, help="token ids, an integer array [T]")
-    sub.add_argument("-o", "--output", metavar="OUT.npz", required=True, help="written with one array, logits [T, V]")
+    add_computing(sub)
+    add_tokens(sub)
+    add_output(sub, "written with one array, logits [T, V]")
 
     sub = command("trace", trace, "Every named intermediate of every layer, for each token of a sequence.")
-    computing(sub)
-    sub.add_argument("--tokens", metavar="IDS.npy", required=True, help="token ids, an integer array [T]")
-    sub.add_argument("-o", "--output", metavar="OUT.npz", required=True, help="arrays NAME [T, …]; ragged ones as NAME.T")
+    add_computing(sub)
+    add_tokens(sub)
+    add_output(sub, "arrays NAME [T, …]; ragged ones as NAME.T")
 
     sub = command("inspect", inspect_command, "What a file holds: architecture, config, tensors, state, and what is amiss.")
     sub.add_argument("--json", action="store_true", help="machine-readable, on one line")
@@ -83,7 +82,46 @@ def parser():
     sub.add_argument("--ids", action="store_true", help="print the token ids as JSON instead of the text")
 
     sub = command("generate", generate, "Continue a text, or answer a chat message, token by token.")
-    computing(sub)
+    add_computing(sub)
+    add_generation(sub)
+
+    sub = command("tiny", write_tiny, "Write a tiny random artifact of a family.", model=False)
+    sub.add_argument("architecture", metavar="ARCH", help=f"one of {', '.join(sorted(families.FAMILIES))}")
+    sub.add_argument("-o", "--output", metavar="F.gguf", required=True)
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument(
+        "--scale",
+        metavar="SIZE",
+        help=f"instead of tiny, weights of about SIZE bytes (300M, 1.6G), to measure: {', '.join(sorted(scaled.SHAPES))}",
+    )
+    return top
+
+
+def add_command(commands, name, run, text, model=True):
+    """A command's parser; ``run(args)`` does it. model: whether it reads a GGUF."""
+    sub = commands.add_parser(name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    sub.set_defaults(run=run)
+    if model:
+        sub.add_argument("-m", "--model", metavar="FILE", required=True, help="GGUF; of a split artifact the first shard")
+    return sub
+
+
+def add_computing(sub, dtypes=("float32", "float64")):
+    """How a command computes."""
+    sub.add_argument("--dtype", choices=dtypes, default="float32", help="arithmetic and state")
+    sub.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=f"family switch: {_switches()}")
+
+
+def add_tokens(sub, required=True):
+    sub.add_argument("--tokens", metavar="IDS.npy", required=required, help="token ids, an integer array [T]")
+
+
+def add_output(sub, text):
+    sub.add_argument("-o", "--output", metavar="OUT.npz", required=True, help=text)
+
+
+def add_generation(sub):
+    """What to answer, how long, and how to sample."""
     what = sub.add_mutually_exclusive_group(required=True)
     what.add_argument("-p", "--prompt", metavar="TEXT", help="raw text to continue")
     what.add_argument("--chat", metavar="TEXT", help="a user message, rendered by the file's chat protocol")
@@ -105,12 +143,6 @@ def parser():
     eos = sub.add_mutually_exclusive_group()
     eos.add_argument("--ignore-eos", action="store_true", help="never let the model end the answer")
     eos.add_argument("--ignore-eos-in-reasoning", action="store_true", help="nor inside an open reasoning block")
-
-    sub = command("tiny", write_tiny, "Write a tiny random artifact of a family.", model=False)
-    sub.add_argument("architecture", metavar="ARCH", help=f"one of {', '.join(sorted(families.FAMILIES))}")
-    sub.add_argument("-o", "--output", metavar="F.gguf", required=True)
-    sub.add_argument("--seed", type=int, default=0)
-    return top
 
 
 def _switches():
@@ -137,7 +169,8 @@ def _open(args, context=None):
     return Model.open(args.model, np.dtype(args.dtype).type, context=options.pop("context", context), **options)
 
 
-def _ids(path, model):
+def token_ids(path, model):
+    """The ids of a ``--tokens`` file [T], checked against what the model can take. UsageError otherwise."""
     try:
         ids = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -155,18 +188,23 @@ def _ids(path, model):
 
 def logits(args):
     model = _open(args)
-    ids, state = _ids(args.tokens, model), model.new_state()
-    rows = np.empty((len(ids), model.vocabulary), np.float32)
+    write_logits(args.output, model, token_ids(args.tokens, model))
+
+
+def write_logits(path, model, ids):
+    """Compute the logits after every one of ``ids`` and write them."""
+    state, rows = model.new_state(), np.empty((len(ids), model.vocabulary), np.float32)
     with Progress("logits", len(ids)) as progress:
-        for t, token in enumerate(ids):
-            rows[t] = model.step(state, token)
-            progress.advance()
-    _write_npz(args.output, {"logits": rows})
+        for at in range(0, len(ids), model.chunk):
+            part = ids[at : at + model.chunk]
+            rows[at : at + len(part)] = model.verify(state, part)
+            progress.advance(len(part))
+    _write_npz(path, {"logits": rows})
 
 
 def trace(args):
     model = _open(args)
-    ids, state, seen = _ids(args.tokens, model), model.new_state(), {}
+    ids, state, seen = token_ids(args.tokens, model), model.new_state(), {}
     with Progress("trace", len(ids)) as progress:
         for token in ids:
             model.step(state, token, lambda name, array: seen.setdefault(name, []).append(np.array(array)))
@@ -220,6 +258,11 @@ def render(args):
 
 def generate(args):
     model = _open(args, args.ctx)
+    write_answer(model, answer_of(args, model))
+
+
+def answer_of(args, model):
+    """The answer that the arguments of ``generate`` ask ``model`` for, not begun. UsageError for what does not fit."""
     if not 1 <= args.ctx <= model.context_cap:
         raise UsageError(f"--ctx must be from 1 to {model.context_cap} for this file, got {args.ctx}")
     if args.tokens < 0:
@@ -227,15 +270,21 @@ def generate(args):
     try:
         params = _sampling(args)
         params.check_vocabulary(model.vocabulary)
-        answer = _answer(args, model, params)
+        return _answer(args, model, params)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    state = model.new_state()
+
+
+def write_answer(model, answer):
+    """Compute ``answer`` to its end: the text to stdout as it comes; log-probabilities, counts and times to stderr."""
+    state, start, first = model.new_state(), time.monotonic(), None
     with Progress("prefill", len(answer.prompt)) as progress:
-        for token in answer.prompt:
-            model.step(state, token)
-            progress.advance()
+        for at in range(0, len(answer.prompt), model.chunk):
+            part = answer.prompt[at : at + model.chunk]
+            model.prefill(state, part)
+            progress.advance(len(part))
     for step in run(model, state, answer, prompt=()):
+        first = first or time.monotonic()
         for event in step.events:
             sys.stdout.write(_shown(event))
         for entry in step.logprobs:
@@ -243,7 +292,10 @@ def generate(args):
             print(f"{answer.tokenizer.piece(entry.token)!r} {entry.logprob:.4f}  [{top}]", file=sys.stderr)
         sys.stdout.flush()
     print()
-    print(f"{len(answer.prompt)} prompt tokens, {len(answer.generated)} generated, finish: {answer.finish}", file=sys.stderr)
+    counts = f"{len(answer.prompt)} prompt tokens, {len(answer.generated)} generated, finish: {answer.finish}"
+    later, seconds = len(answer.generated) - 1, time.monotonic() - first
+    rate = f", then {later / seconds:.1f} tokens/s" if later > 0 and seconds > 0 else ""
+    print(f"{counts}; first token after {first - start:.2f} s{rate}", file=sys.stderr)
 
 
 def _answer(args, model, params):
@@ -313,9 +365,20 @@ def write_tiny(args):
     if args.seed < 0:
         raise UsageError(f"--seed must be at least 0, got {args.seed}")
     try:
-        tiny.write(args.architecture, args.output, args.seed)
+        if args.scale is None:
+            tiny.write(args.architecture, args.output, args.seed)
+        else:
+            scaled.write(args.architecture, args.output, bytes_of(args.scale), args.seed)
     except OSError as error:
         raise UsageError(f"--output {args.output}: cannot be written ({error.strerror})") from None
+
+
+def bytes_of(text):
+    """``"1.6G"`` → 1600000000; K, M and G are powers of 1000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text, re.IGNORECASE)
+    if not found:
+        raise UsageError(f"--scale takes a size such as 300M or 1.6G, got {text!r}")
+    return round(float(found[1]) * 1000 ** " KMG".index(found[2].upper() or " "))
 
 
 if __name__ == "__main__":

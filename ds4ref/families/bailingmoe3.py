@@ -220,6 +220,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     angles = state.length * frequencies(c)
     x = w.part("token_embd.weight", token)
+    trace("embed", x)
     for i in range(c.layers):
         p = f"blk.{i}."
         h = rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps)

@@ -202,6 +202,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     position = state.length
     streams = np.tile(w.part("token_embd.weight", token), (c.streams, 1))
+    trace("embed", streams)
     for i in range(c.layers):
         streams = _site(c, w, f"blk.{i}.", "attn", streams, lambda h, i=i: attention(c, w, state, i, position, h, trace), trace)
         streams = _site(c, w, f"blk.{i}.", "ffn", streams, lambda h, i=i: feed_forward(c, w, i, token, h), trace)

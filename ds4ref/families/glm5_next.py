@@ -284,6 +284,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     position = state.length
     streams = np.tile(w.part("token_embd.weight", token), (c.streams, 1))
+    trace("embed", streams)
     chosen = None
     for i in range(c.layers):
         x, expand = _connect(c, w, i, "attn", streams)

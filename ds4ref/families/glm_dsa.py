@@ -180,6 +180,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     angles = state.length * rope_frequencies(c.rotary, c.rope_base)
     x = w.part("token_embd.weight", token)
+    trace("embed", x)
     chosen = None
     for i in range(c.layers):
         p = f"blk.{i}."

@@ -218,6 +218,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     position = state.length
     streams = np.tile(w.part("token_embd.weight", token), (c.streams, 1))
+    trace("embed", streams)
     for i in range(c.layers):
         streams = _site(c, w, i, "attn", streams, lambda a, i=i: attention(c, w, state, i, position, a), trace)
         streams = _site(c, w, i, "ffn", streams, lambda a, i=i: feed_forward(c, w, i, a), trace)

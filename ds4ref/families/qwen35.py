@@ -265,6 +265,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     angles = state.length * rope_frequencies(c.rotary, c.rope_base)
     h = embed(c, w, token)
+    trace("embed", h)
     for i in range(c.layers):
         p = f"blk.{i}."
         x = rms_norm(h, w[f"{p}attn_norm.weight"], c.norm_eps)

@@ -244,6 +244,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     w = Named(c, w)
     streams = np.tile(w.part("token_embd.weight", token), (c.streams, 1))
+    trace("embed", streams)
     for i in range(c.layers):
         if i == c.ngrams.layer:
             added = ngram_embedding(c, w, state, token, streams, trace)

@@ -149,6 +149,7 @@ def layout(c):
 def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     x = w.part("token_embd.weight", token)
+    trace("embed", x)
     for i, groups in enumerate(c.kv_heads):
         p = f"blk.{i}."
         h = rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps)

@@ -154,6 +154,7 @@ def forward(c, w, state, token, trace):
     """Advance ``state`` by one token and return its logits [V]. ``trace(name, array)`` sees the parts by name."""
     position = state.length
     h = w.part("token_embd.weight", token)
+    trace("embed", h)
     for i in range(c.layers):
         p = f"blk.{i}."
         a = attention(c, w, state, i, position, rms_norm(h, w[f"{p}attn_norm.weight"], c.norm_eps))
