@@ -115,6 +115,18 @@ class Model:
         """Tokens that one sequence may have at most in this model."""
         return min(self.context, getattr(self.config, "context_cap", self.config.context))
 
+    @property
+    def compiled(self):
+        """Programs compiled so far."""
+        return sum(program._cache_size() for program in self._programs.values())
+
+    @property
+    def most_programs(self):
+        """Programs there can be: one per chunk size, length of the past, number of rows, and kind of logits."""
+        sizes = {rounded(n, self._sizes, self.chunk) for n in range(1, self.chunk + 1)}
+        rows = {min(self.banks, 1 << (n - 1).bit_length()) for n in range(1, self.banks + 1)}
+        return 2 * len(sizes) * len(self._buckets) * len(rows)
+
     def new_state(self):
         """An empty sequence in a free bank. ValueError when all are taken (``Bank.release`` gives one back)."""
         if not self._free:
