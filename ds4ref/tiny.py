@@ -8,10 +8,10 @@ from collections import Counter
 
 import numpy as np
 
-from . import families, gguf
+from . import families, gguf, gguf_writer
 from .gguf import ArtifactError
 from .pretokenizers import O200K
-from .tokenizer import ALPHABET, CONTROL, NORMAL, USER_DEFINED
+from .tokenizer import ALPHABET, CONTROL, NORMAL, UNUSED, USER_DEFINED
 
 # What the chat protocols need of a vocabulary, in the order of the ids: (control tokens, user-defined tokens). The first
 # control token ends a turn.
@@ -100,8 +100,8 @@ def write(architecture, path, seed=0):
     metadata |= vocabulary(architecture, config.vocabulary)
     required, _ = family.tensors(config)
     rng = np.random.default_rng(seed)
-    tensors = {name: _tensor(family, name, _first(shape), rng) for name, shape in required.items()}
-    gguf.write(path, architecture, metadata, tensors)
+    tensors = {name: random_tensor(family, name, first(shape), rng) for name, shape in required.items()}
+    gguf_writer.write(path, architecture, metadata, tensors)
 
 
 class Described:
@@ -118,14 +118,17 @@ class Described:
 def vocabulary(architecture, size):
     """Tokenizer keys: 256 byte tokens, merges learnt from a short sample, the family's special tokens last.
 
+    Where the sample has fewer merges than ``size`` asks for, unused tokens fill the gap.
     Inkling's vocabulary is a whole ``tokenizer.json`` under a key of its own.
     """
     control, user_defined = SPECIALS[architecture]
     merges = learn_merges(SAMPLE, size - 256 - len(control) - len(user_defined))
-    tokens = [*ALPHABET, *("".join(pair) for pair in merges), *control, *user_defined]
+    fillers = [f"<|unused_{i}|>" for i in range(size - 256 - len(merges) - len(control) - len(user_defined))]
+    tokens = [*ALPHABET, *("".join(pair) for pair in merges), *fillers, *control, *user_defined]
     if architecture == "inkling":
         return {"inkling.tokenizer.json": _tokenizer_json(tokens, merges, (*control, *user_defined))}
-    types = [NORMAL] * (256 + len(merges)) + [CONTROL] * len(control) + [USER_DEFINED] * len(user_defined)
+    types = [NORMAL] * (256 + len(merges)) + [UNUSED] * len(fillers)
+    types += [CONTROL] * len(control) + [USER_DEFINED] * len(user_defined)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,
@@ -156,7 +159,10 @@ def _tokenizer_json(tokens, merges, specials):
 
 
 def learn_merges(text, count):
-    """The first ``count`` merges of byte-pair encoding (Sennrich et al. 2016) on ``text``; words keep their leading space."""
+    """The first ``count`` merges of byte-pair encoding (Sennrich et al. 2016) on ``text``; words keep their leading space.
+
+    Fewer where every word has become one symbol.
+    """
     words = Counter(tuple(ALPHABET[b] for b in f" {word}".encode()) for word in text.split())
     merges = []
     while len(merges) < count:
@@ -164,6 +170,8 @@ def learn_merges(text, count):
         for word, n in words.items():
             for pair in zip(word, word[1:], strict=False):
                 pairs[pair] += n
+        if not pairs:
+            break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         words = Counter({_merged(word, best): n for word, n in words.items()})
@@ -180,11 +188,12 @@ def _merged(word, pair):
     return tuple(out)
 
 
-def _first(shape):
+def first(shape):
+    """The shape, or the first of those that a family accepts."""
     return shape[0] if isinstance(shape[0], tuple) else shape
 
 
-def _tensor(family, name, shape, rng):
+def random_tensor(family, name, shape, rng):
     """Random values by the role that the name tells; a family's ``tiny_tensor`` decides where a role is special."""
     special = getattr(family, "tiny_tensor", lambda name, shape, rng: None)(name, shape, rng)
     if special is not None:
