@@ -9,7 +9,6 @@ from ..attention import attend_latent
 from ..layers import block_number, embed
 from ..ops import angles, rms_norm, rotate_pairs, sigmoid
 from ..recurrent import associate, bounded_decay, convolve
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -64,10 +63,8 @@ def attention(c, w, state, h):
     latent, key = jnp.split(linear(w["attn_kv_a_mqa.weight"], h), [c.kv_rank], axis=-1)
     latent = rms_norm(latent, w["attn_kv_a_norm.weight"], c.norm_eps)
     state["latent"].append(jnp.concatenate([latent, rotate_pairs(key, theta, scale)], axis=-1))
-    view = state["latent"].rows()
-    latents, keys = jnp.split(view.rows, [c.kv_rank], axis=-1)
-    k_b, v_b, mask = w["attn_k_b.weight"], w["attn_v_b.weight"], visible(view, state.positions)
-    out = attend_latent(q, q_rot, latents, keys, k_b, v_b, mask, (c.nope + c.rotary) ** -0.5)
+    rows, k_b, v_b = state["latent"].rows(), w["attn_k_b.weight"], w["attn_v_b.weight"]
+    out = attend_latent(q, q_rot, rows, rows, k_b, v_b, (c.nope + c.rotary) ** -0.5)
     gate = sigmoid(linear(w["attn_gate.weight"], h))
     return linear(w["attn_output.weight"], (gate[..., None] * out).reshape(*h.shape[:2], -1))
 

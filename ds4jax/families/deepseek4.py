@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from ds4ref.families.deepseek4 import ARCHITECTURES, _frequencies
 
 from .. import hyper, moe, views
-from ..attention import attend
-from ..indexer import index_scores, select
+from ..attention import Seen, attend
+from ..indexer import choose
 from ..layers import embed
 from ..ops import angles, rms_norm, rotate_tail, softmax, softplus
 from ..rounding import hadamard, round_blocks, round_e2m1, round_e4m3
-from ..state import visible
 from ..weights import batched_linear, dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
@@ -68,17 +67,15 @@ def attention(c, i, w, state, h):
     row = rotate_tail(rms_norm(linear(w["attn_kv.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps), theta)
     state["raw"].append(_round_row(c, row))
     raw = state["raw"].rows()
-    rows, mask = raw.rows, visible(raw, positions, c.window)
+    seen = [Seen(raw, raw, c.window)]
     if r:
         compress(c, w, state["rows"], "attn_compressor", r, frequencies, h, lambda row: _round_row(c, row))
-        older = state["rows"].rows()
-        kept = visible(older, positions)
+        older, chosen = state["rows"].rows(), None
         if r == 4:
             compress(c, w, state["keys"], "indexer_compressor", r, frequencies, h, lambda row: _round_index(c, row))
-            kept = index(c, w, state["keys"].rows(), latent, h, theta, kept)
-        rows, mask = jnp.concatenate([rows, older.rows], axis=1), jnp.concatenate([mask, kept], axis=2)
-    rows = rows[:, :, None, :]
-    out = attend(q, rows, rows, mask, c.head_width**-0.5, sinks=w["attn_sinks.weight"])
+            chosen = index(c, w, state["keys"].rows(), latent, h, theta)
+        seen.append(Seen(older, older, chosen=chosen))
+    out = attend(q, *seen, scale=c.head_width**-0.5, sinks=w["attn_sinks.weight"])
     out = rotate_tail(out, -theta[:, :, None, :])
     mixed = batched_linear(w["attn_output_a.weight"], out.reshape(*h.shape[:2], c.out_groups, -1))
     return linear(w["attn_output_b.weight"], mixed.reshape(*h.shape[:2], -1))
@@ -101,12 +98,12 @@ def compress(c, w, component, prefix, r, frequencies, h, round_row):
     component.append(jnp.stack([content, gate], axis=2), block)
 
 
-def index(c, w, keys, latent, h, theta, mask):
-    """The compressed blocks that an indexed layer attends to: the mask of visible ones narrowed to the best ``top_k``."""
+def index(c, w, keys, latent, h, theta):
+    """The compressed blocks that an indexed layer attends to: the best ``top_k`` of the visible ones."""
     q = linear(w["indexer.attn_q_b.weight"], latent).reshape(*h.shape[:2], c.index_heads, c.index_width)
     weights = linear(w["indexer.proj.weight"], h) / (c.index_heads * c.index_width) ** 0.5
     q = _round_index(c, rotate_tail(q, theta[:, :, None, :]))
-    return select(index_scores(q, keys.rows, weights), mask, c.index_top_k)
+    return choose(q, weights, keys, c.index_top_k)
 
 
 def _round_row(c, row):

@@ -6,10 +6,9 @@ from ds4ref.families.dots3note import ARCHITECTURES, INDEX_NORM_EPS, INDEXER, NA
 
 from .. import moe
 from ..attention import attend_latent
-from ..indexer import select_by_latent
+from ..indexer import choose_by_latent
 from ..layers import block_number, embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_pairs, sigmoid
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
@@ -60,13 +59,14 @@ def attention(c, i, w, state, n):
     state["rope"].append(rotate_pairs(key, theta))
     latents, keys = state["latent"].rows(), state["rope"].rows()
     if c.sliding[i]:
-        mask = visible(latents, state.positions, c.window)
+        seen = {"window": c.window}
     else:
         indexer = [w[f"index_{part}"] for part in INDEXER]
-        mask = select_by_latent(state["index"], n, q_latent, indexer, theta, INDEX_NORM_EPS, c.index_top_k)
+        seen = {"chosen": choose_by_latent(state["index"], n, q_latent, indexer, theta, INDEX_NORM_EPS, c.index_top_k)}
     q_rot = rotate_pairs(q[..., g.nope :], theta[:, :, None, :])
     k_b, v_b = _expansions(c, g, w)
-    out = attend_latent(q[..., : g.nope], q_rot, latents.rows, keys.rows, k_b, v_b, mask, (g.nope + c.rotary) ** -0.5)
+    scale = (g.nope + c.rotary) ** -0.5
+    out = attend_latent(q[..., : g.nope], q_rot, (latents, keys), latents, k_b, v_b, scale, **seen)
     gate = sigmoid(linear(w["attn_gate.weight"], n))
     return linear(w["attn_output.weight"], (gate[..., None] * out).reshape(*n.shape[:2], -1))
 

@@ -3,10 +3,9 @@
 from ds4ref.families.exaone_moe import ARCHITECTURES
 
 from .. import moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves
-from ..state import visible
 from ..weights import linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -43,9 +42,8 @@ def attention(c, i, w, state, h):
         q, k = rotate_halves(q, theta), rotate_halves(k, theta)
     state["k"].append(k)
     state["v"].append(v)
-    keys, values = state["k"].rows(), state["v"].rows()
-    mask = visible(keys, state.positions, c.window if c.sliding[i] else None)
-    out = attend(q, keys.rows, values.rows, mask, c.head_width**-0.5)
+    seen = Seen(state["k"].rows(), state["v"].rows(), c.window if c.sliding[i] else None)
+    out = attend(q, seen, scale=c.head_width**-0.5)
     return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1))
 
 

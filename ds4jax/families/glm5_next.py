@@ -8,11 +8,10 @@ from ds4ref.families.glm5_next import ARCHITECTURES, block_name, tensors
 
 from .. import hyper, moe
 from ..attention import attend_latent
-from ..indexer import index_scores, select
+from ..indexer import choose, nothing
 from ..layers import block_number, embed
 from ..ops import layer_norm, rms_norm, sigmoid, softmax
 from ..recurrent import associate, bounded_decay, convolve
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
@@ -37,9 +36,10 @@ def uses(c, name):
 
 
 def start(c, top, tokens, chunk):
-    """(N copies of the embedding [B, T, N, D], the choice of the full layer below, bool [B, T, S]: nothing yet)."""
+    """(N copies of the embedding [B, T, N, D], the choice of the full layer below: nothing yet)."""
     x = embed(top["token_embd.weight"], tokens)
-    return jnp.repeat(x[:, :, None, :], c.streams, axis=2), jnp.zeros((*tokens.shape, chunk.bucket), bool)
+    pools = max(1, chunk.bucket // c.pool)
+    return jnp.repeat(x[:, :, None, :], c.streams, axis=2), nothing(tokens.shape, pools, c.index_top_k // c.pool, c.pool)
 
 
 def finish(c, top, x):
@@ -87,20 +87,20 @@ def kda(c, w, state, h):
 
 
 def attention(c, i, w, state, h, chosen):
-    """Latent attention on the normalised input h [B, T, D] → (output [B, T, D], the rows it read, bool [B, T, S])."""
+    """Latent attention on the normalised input h [B, T, D] → (output [B, T, D], what the indexer chose)."""
     latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
     q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.key_width)
     state["latent"].append(rms_norm(linear(w["attn_kv_a_mqa.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps))
     rows = state["latent"].rows()
     if c.full[i]:
-        chosen = index(c, w, state["pools"], latent, h, visible(rows, state.positions))
+        chosen = index(c, w, state["pools"], latent, h)
     k_b, v_b = w["attn_k_b.weight"], w["attn_v_b.weight"]
-    out = attend_latent(q, None, rows.rows, None, k_b, v_b, chosen, c.key_width**-0.5)
+    out = attend_latent(q, None, rows, rows, k_b, v_b, c.key_width**-0.5, chosen=chosen)
     return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1)), chosen
 
 
-def index(c, w, component, latent, h, mask):
-    """Append the tokens to their pools; the mask [B, T, S] of earlier tokens narrowed to the best pools and the open one."""
+def index(c, w, component, latent, h):
+    """Append the tokens to their pools and choose: the tokens of each query's best pools, and those of the open one."""
 
     def project(name, x):
         return linear(w[f"indexer.{name}.weight"], x)
@@ -109,16 +109,11 @@ def index(c, w, component, latent, h, mask):
         gates = softmax(tokens[..., 1, :] + dequantize(w["indexer.pool_ape.weight"]), axis=2)
         return jnp.sum(gates * tokens[..., 0, :], axis=2)
 
-    positions = component.chunk.positions
     key = layer_norm(project("attn_k", h), w["indexer.k_norm.weight"], w["indexer.k_norm.bias"], c.index_eps)
     component.append(jnp.stack([key, project("pool_gate", h)], axis=2), pool)
     q = project("attn_q_b", latent).reshape(*h.shape[:2], c.index_heads, c.index_width)
     weights = project("proj", h) / (c.index_heads * c.index_width) ** 0.5
-    keys = component.rows()
-    pools = select(index_scores(q, keys.rows, weights), visible(keys, positions), c.index_top_k // c.pool)
-    own = jnp.arange(mask.shape[-1], dtype=jnp.int32) // c.pool
-    complete = (positions + 1) // c.pool
-    return jnp.where(own < complete[..., None], jnp.take(pools, own, axis=2, mode="clip"), mask)
+    return choose(q, weights, component.rows(), c.index_top_k // c.pool, c.pool)
 
 
 def feed_forward(c, i, w, h):

@@ -6,7 +6,7 @@ from ds4ref.families.glm_dsa import ARCHITECTURES, INDEXER
 
 from .. import moe
 from ..attention import attend_latent
-from ..indexer import select_by_latent
+from ..indexer import choose_by_latent, nothing
 from ..layers import block_number, embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_pairs, rotate_tail
 from ..weights import linear
@@ -21,8 +21,8 @@ def uses(c, name):
 
 
 def start(c, top, tokens, chunk):
-    """(embeddings [B, T, D], the choice of the full layer below, bool [B, T, S]: nothing yet)."""
-    return embed(top["token_embd.weight"], tokens), jnp.zeros((*tokens.shape, chunk.bucket), bool)
+    """(embeddings [B, T, D], the choice of the full layer below: nothing yet)."""
+    return embed(top["token_embd.weight"], tokens), nothing(tokens.shape, chunk.bucket, c.index_top_k)
 
 
 def finish(c, top, x):
@@ -40,7 +40,7 @@ def layer(c, i, w, state, x):
 
 
 def attention(c, i, w, state, h, chosen):
-    """Latent attention on the normalised input h [B, T, D] → (output [B, T, D], the rows it read, bool [B, T, S])."""
+    """Latent attention on the normalised input h [B, T, D] → (output [B, T, D], what the indexer chose)."""
     theta = angles(state.positions, rope_frequencies(c.rotary, c.rope_base))
     latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
     q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.nope + c.rotary)
@@ -50,17 +50,17 @@ def attention(c, i, w, state, h, chosen):
     state["latent"].append(jnp.concatenate([content, rotate_pairs(key, theta)], axis=-1))
     if c.full[i]:
         indexer = [w[f"indexer.{name}"] for name in INDEXER]
-        chosen = select_by_latent(state["keys"], h, latent, indexer, theta, c.index_eps, c.index_top_k)
-    latents, keys = jnp.split(state["latent"].rows().rows, [c.kv_rank], axis=-1)
+        chosen = choose_by_latent(state["keys"], h, latent, indexer, theta, c.index_eps, c.index_top_k)
+    rows = state["latent"].rows()
     out = attend_latent(
         q[..., : c.nope],
         q[..., c.nope :],
-        latents,
-        keys,
+        rows,
+        rows,
         w["attn_k_b.weight"],
         w["attn_v_b.weight"],
-        chosen,
         (c.nope + c.rotary) ** -0.5,
+        chosen=chosen,
     )
     return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1)), chosen
 

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 from ds4ref.families.inkling import ARCHITECTURES
 
 from .. import moe, views
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import rms_norm, sigmoid, softmax, softplus, top_k
 from ..recurrent import short_conv
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "LAYER_PREFIX", "finish", "layer", "start", "tensors_of", "uses"]
@@ -84,13 +83,18 @@ def attention(c, i, w, state, a):
     k = rms_norm(k.reshape(*leading, heads.kv, heads.width), w["attn.k_norm.weight"], c.norm_eps)
     state["k"].append(k)
     state["v"].append(v.reshape(*leading, heads.kv, heads.width))
-    keys, values = state["k"].rows(), state["v"].rows()
-    bias = relative_bias(r, dequantize(w["attn.rel_logits_proj.proj"]), positions[:, :, None] - keys.positions[:, None, :])
     if not c.local[i]:
         sharpness = 1 + c.log_alpha * jnp.log(jnp.maximum((positions + 1) / c.log_floor, 1.0))[:, :, None, None]
-        q, bias = q * sharpness, bias * sharpness
-    mask = visible(keys, positions, heads.extent if c.local[i] else None)
-    out = attend(q, keys.rows, values.rows, mask, 1 / heads.width, bias=bias)
+        q, r = q * sharpness, r * sharpness
+    projection = dequantize(w["attn.rel_logits_proj.proj"])
+    window = heads.extent if c.local[i] else None
+    seen = Seen(
+        state["k"].rows(),
+        state["v"].rows(),
+        window,
+        bias=lambda tile, distance: relative_bias(tile(r), projection, distance),
+    )
+    out = attend(q, seen, scale=1 / heads.width)
     return linear(w["attn.wo_ud.weight"], out.reshape(*leading, -1))
 
 

@@ -3,10 +3,9 @@
 from ds4ref.families.k2_horizon import ARCHITECTURES
 
 from .. import moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head, sigmoid
-from ..state import visible
 from ..weights import linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -39,9 +38,7 @@ def attention(c, w, state, h):
     q, k, v = (linear(w[f"attn_{part}.weight"], h).reshape(*h.shape[:2], -1, c.head_width) for part in "qkv")
     state["k"].append(rotate_head(k, theta))
     state["v"].append(v)
-    keys, values = state["k"].rows(), state["v"].rows()
-    mask = visible(keys, state.positions)
-    out = attend(rotate_head(q, theta), keys.rows, values.rows, mask, c.head_width**-0.5)
+    out = attend(rotate_head(q, theta), Seen(state["k"].rows(), state["v"].rows()), scale=c.head_width**-0.5)
     return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1))
 
 

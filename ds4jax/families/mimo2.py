@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from ds4ref.families.mimo2 import ARCHITECTURES
 
 from .. import moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head
-from ..state import visible
 from ..weights import linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -45,10 +44,9 @@ def attention(c, i, w, state, n):
     q = rotate_head(q.reshape(*n.shape[:2], c.heads, c.key_width), theta)
     state["k"].append(rotate_head(k.reshape(*n.shape[:2], groups, c.key_width), theta))
     state["v"].append(v.reshape(*n.shape[:2], groups, c.value_width) * c.value_scale)
-    keys, values = state["k"].rows(), state["v"].rows()
-    mask = visible(keys, state.positions, c.window if sliding else None)
+    seen = Seen(state["k"].rows(), state["v"].rows(), c.window if sliding else None)
     sinks = w["attn_sinks.weight"] if sliding else None
-    out = attend(q, keys.rows, values.rows, mask, c.key_width**-0.5, sinks)
+    out = attend(q, seen, scale=c.key_width**-0.5, sinks=sinks)
     return linear(w["attn_output.weight"], out.reshape(*n.shape[:2], -1))
 
 

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from ds4ref.families.motif3 import ARCHITECTURES, GATE_BOUND, HYPER_NORM_EPS, POLY_NORM_EPS, _frequencies, _score_scale
 
 from .. import hyper, moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rotate_halves, rotate_tail, sigmoid
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -63,12 +62,12 @@ def attention(c, i, w, state, a):
     latent, k_rot = jnp.split(linear(w["attn_kv_a.weight"], a), (c.kv_rank,), axis=-1)
     latent = rms_norm(latent, w["attn_kv_a_norm.weight"], c.norm_eps)
     state["latent"].append(jnp.concatenate([latent, rotate_halves(k_rot, theta)], axis=-1))
-    seen = state["latent"].rows()
-    rows, mask = seen.rows[:, :, None, :], visible(seen, state.positions, c.window + 1 if c.sliding(i) else None)
+    rows = state["latent"].rows()
     k_b, v_b = jnp.split(dequantize(w["attn_kv_b.weight"]).reshape(c.groups, -1, c.kv_rank), (nope,), axis=1)
     absorbed = jnp.einsum("btghn,gnr->btghr", q[..., :nope], k_b)
     query = jnp.concatenate([absorbed, q[..., nope:]], axis=-1).reshape(*leading, c.heads, -1)
-    read = attend(query, rows, rows[..., : c.kv_rank], mask, _score_scale(c, i))
+    seen = Seen(rows, rows, c.window + 1 if c.sliding(i) else None)
+    read = attend(query, seen, scale=_score_scale(c, i))[..., : c.kv_rank]
     read = read.reshape(*leading, c.groups, -1, c.kv_rank)
     balance = sigmoid(linear(w["attn_lambda.weight"], a)).reshape(*leading, c.groups, -1, 1)
     difference = read[:, :, :, :-1] - balance * read[:, :, :, -1:]

@@ -3,12 +3,11 @@
 from ds4ref.families.naive_n05_flash import ARCHITECTURES, INDEX_NORM_EPS
 
 from .. import moe
-from ..attention import attend
-from ..indexer import index_scores, select
+from ..attention import Seen, attend
+from ..indexer import choose
 from ..layers import embed
 from ..ops import angles, layer_norm, rms_norm, rope_frequencies, rotate_head
 from ..rounding import round_blocks, round_e4m3
-from ..state import visible
 from ..weights import linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -45,22 +44,22 @@ def attention(c, i, w, state, n):
     state["v"].append(v.reshape(*n.shape[:2], -1, c.value_width) * c.value_scale)
     keys, values = state["k"].rows(), state["v"].rows()
     if sliding:
-        mask, sinks = visible(keys, state.positions, c.window), w["attn_sinks.weight"]
+        seen, sinks = Seen(keys, values, window=c.window), w["attn_sinks.weight"]
     else:
-        mask, sinks = index(c, w, state, n, theta, visible(keys, state.positions)), None
-    out = attend(q, keys.rows, values.rows, mask, c.key_width**-0.5, sinks)
+        seen, sinks = Seen(keys, values, chosen=index(c, w, state, n, theta)), None
+    out = attend(q, seen, scale=c.key_width**-0.5, sinks=sinks)
     return linear(w["attn_output.weight"], out.reshape(*n.shape[:2], -1))
 
 
-def index(c, w, state, n, theta, mask):
-    """Append the tokens' indexer keys; the mask of what is visible narrowed to each token's best ``top_k``."""
+def index(c, w, state, n, theta):
+    """Append the tokens' indexer keys and choose each token's best ``top_k`` of the visible ones."""
     key = linear(w["indexer.k_proj.weight"], n)
     key = layer_norm(key, w["indexer.k_norm.weight"], w["indexer.k_norm.bias"], INDEX_NORM_EPS)
     state["index"].append(_round(rotate_head(key, theta)))
     q = linear(w["indexer.q_proj.weight"], n).reshape(*n.shape[:2], c.index_heads, c.index_width)
     weights = linear(w["indexer.proj.weight"], n) * c.index_heads**-0.5
     q = _round(rotate_head(q, theta[:, :, None, :]))
-    return select(index_scores(q, state["index"].rows().rows, weights), mask, c.index_top_k)
+    return choose(q, weights, state["index"].rows(), c.index_top_k)
 
 
 def _round(x):

@@ -6,12 +6,11 @@ import numpy as np
 from ds4ref.families.qwen35 import ARCHITECTURES
 
 from .. import views
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed as embed_rows
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head, sigmoid, silu
 from ..recurrent import convolve, gated_delta
 from ..rounding import hadamard
-from ..state import visible
 from ..weights import dequantize
 from ..weights import linear as product
 
@@ -92,8 +91,7 @@ def attention(c, w, state, x):
     k = rotate_head(rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), theta)
     state["k"].append(k)
     state["v"].append(v)
-    keys, values = state["k"].rows(), state["v"].rows()
-    out = attend(q, keys.rows, values.rows, visible(keys, state.positions), c.head_width**-0.5)
+    out = attend(q, Seen(state["k"].rows(), state["v"].rows()), scale=c.head_width**-0.5)
     return linear(c, w, "attn_output", (out * sigmoid(gate)).reshape(*x.shape[:2], -1))
 
 

@@ -9,12 +9,11 @@ from ds4ref.families.qwen4exp import ARCHITECTURES
 from ds4ref.families.qwen4exp_layouts import PUBLISHED
 
 from .. import moe, views
-from ..attention import attend
-from ..indexer import index_scores, select
+from ..attention import Seen, attend
+from ..indexer import choose
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_head, sigmoid, silu, softmax, yarn_frequencies
 from ..recurrent import convolve, gated_delta, short_conv
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "homes", "layer", "prepare", "start", "tensors_of", "uses"]
@@ -154,32 +153,26 @@ def attention(c, w, state, x):
     state["k"].append(rotate(c, rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), positions[:, :, None]))
     state["v"].append(v)
     state["index"].append(linear(w["indexer.k_proj.weight"], x))
-    mask = visible_tokens(c, w, state["index"].rows(), x, positions)
+    chosen = index(c, w, state["index"].rows(), x, positions)
     q = rotate(c, rms_norm(q, w["attn_q_norm.weight"], c.norm_eps), positions[:, :, None])
-    out = attend(q, state["k"].rows().rows, state["v"].rows().rows, mask, c.head_width**-0.5)
+    out = attend(q, Seen(state["k"].rows(), state["v"].rows(), chosen=chosen), scale=c.head_width**-0.5)
     return linear(w["attn_output.weight"], (out * sigmoid(gate)).reshape(*leading, -1))
 
 
-def visible_tokens(c, w, raw, x, positions):
-    """Which tokens each query attends to, bool [B, T, S]: those of its best complete blocks, and its incomplete one.
+def index(c, w, raw, x, positions):
+    """Which tokens each query attends to: those of its best complete blocks, and of its incomplete one.
 
-    raw: View of the index keys of all tokens as projected, [B, S, index width].
+    raw: View of the index keys of all tokens as projected, rows [index width].
     """
-    mask, blocks = visible(raw, positions), raw.rows.shape[1] // c.block
-    if blocks <= c.index_blocks:
-        return mask
+
+    def pooled(rows, number):
+        keys = rms_norm(jnp.mean(rows, axis=2), w["indexer.k_norm.weight"], c.norm_eps)
+        return rotate(c, keys, c.block * number)
+
     q = linear(w["indexer.q_proj.weight"], x).reshape(*x.shape[:2], c.index_heads, c.index_width)
     q = rotate(c, rms_norm(q, w["indexer.q_norm.weight"], c.norm_eps), positions[:, :, None])
-    whole = raw.rows[:, : blocks * c.block]
-    pooled = jnp.mean(whole.reshape(len(whole), blocks, c.block, -1), axis=2)
-    first = c.block * jnp.arange(blocks, dtype=jnp.int32)
-    keys = rotate(c, rms_norm(pooled, w["indexer.k_norm.weight"], c.norm_eps), first)
     weights = jnp.full(q.shape[:-1], c.index_width**-0.5)
-    complete = (positions[:, :, None] + 1) // c.block * c.block  # tokens in complete blocks
-    kept = select(index_scores(q, keys, weights), first < complete, c.index_blocks)
-    kept = jnp.repeat(kept, c.block, axis=2)
-    kept = jnp.pad(kept, ((0, 0), (0, 0), (0, mask.shape[2] - kept.shape[2])))
-    return mask & (kept | (raw.positions[:, None, :] >= complete))
+    return choose(q, weights, raw.grouped(c.block, pooled), c.index_blocks, c.block)
 
 
 def rotate(c, x, positions):

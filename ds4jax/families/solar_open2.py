@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from ds4ref.families.solar_open2 import ARCHITECTURES, LEAST_LOG_DECAY
 
 from .. import moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import rms_norm, sigmoid, softplus
 from ..recurrent import associate, convolve
-from ..state import visible
 from ..weights import dequantize, linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
@@ -51,8 +50,7 @@ def attention(c, w, state, h):
     q, k, v = (linear(w[f"attn_{part}.weight"], h).reshape(*h.shape[:2], -1, c.head_width) for part in "qkv")
     state["k"].append(k)
     state["v"].append(v)
-    keys, values = state["k"].rows(), state["v"].rows()
-    out = attend(q, keys.rows, values.rows, visible(keys, state.positions), c.head_width**-0.5)
+    out = attend(q, Seen(state["k"].rows(), state["v"].rows()), scale=c.head_width**-0.5)
     gate = sigmoid(linear(w["attn_gate.weight"], h))
     return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1) * gate)
 

@@ -3,10 +3,9 @@
 from ds4ref.families.step35 import ARCHITECTURES
 
 from .. import moe
-from ..attention import attend
+from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, divided_angles, rms_norm, rope_frequencies, rotate_head, sigmoid
-from ..state import visible
 from ..weights import linear
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
@@ -52,9 +51,8 @@ def attention(c, i, w, state, n, theta):
 
     state["k"].append(rotated("k"))
     state["v"].append(heads("v"))
-    keys, values = state["k"].rows(), state["v"].rows()
-    mask = visible(keys, state.positions, c.window if c.sliding[i] else None)
-    out = attend(rotated("q"), keys.rows, values.rows, mask, c.head_width**-0.5)
+    seen = Seen(state["k"].rows(), state["v"].rows(), c.window if c.sliding[i] else None)
+    out = attend(rotated("q"), seen, scale=c.head_width**-0.5)
     gate = sigmoid(linear(w["attn_gate.weight"], n))
     return linear(w["attn_output.weight"], (gate[..., None] * out).reshape(*n.shape[:2], -1))
 

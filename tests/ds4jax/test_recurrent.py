@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-jax = pytest.importorskip("jax")
-jnp = jax.numpy
+jax = pytest.importorskip("jax", reason="jax is not installed")
 
-from ds4jax import recurrent
-from ds4jax.state import Chunk, Sequences
-from ds4ref import recurrent as reference
-from ds4ref.state import Recurrent, State
+import jax.numpy as jnp  # noqa: E402
+
+from ds4jax import recurrent  # noqa: E402
+from ds4jax.state import Chunk, Sequences  # noqa: E402
+from ds4ref import recurrent as reference  # noqa: E402
+from ds4ref.state import Recurrent, State  # noqa: E402
 
 HEADS, WIDTH, VALUES = 2, 8, 5
 LAYOUT = {"memory": Recurrent((HEADS, WIDTH, VALUES))}
