@@ -293,15 +293,16 @@ class _Recurrent(_Component):
     def update(self, advance, *inputs):
         """Set every bank's value to what ``advance(value, *inputs)`` returns first, and return what it returns second.
 
-        Everything has the banks as its first axis; ``advance`` gets one at a time, [1, …], so that its value is read and written
-        where it lies. For an idle bank it must return the value that it got: a number beyond the end stands for the last bank.
+        Everything has the banks as its first axis; ``advance`` gets one at a time, [1, …], so that its value is read and
+        written where it lies. For an idle bank it must return the value that it got: a number beyond the end stands for the
+        last bank.
         """
         whole = self._array("value")
         banks = _banks(whole, self.chunk)
         places = self._owner.layer * whole.shape[1] + banks
 
         def row(b, values, *inputs):
-            # With as many axes as the stack of a single bank has, XLA:CPU copies the value once for both its readers, not twice.
+            # With as many axes as the stack of a single bank has, XLA:CPU copies the value once for both its readers.
             value = lax.optimization_barrier(lax.dynamic_slice_in_dim(values, places[b], 1)[:, None])
             value, out = jax.vmap(advance)(value, *(x[None] for x in inputs))
             return lax.dynamic_update_slice_in_dim(values, value[:, 0], places[b], 0), out[0]

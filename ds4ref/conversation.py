@@ -73,6 +73,24 @@ class Conversation:
             marks.add(next((n for n, (a, b) in enumerate(zip(ids, following, strict=False)) if a != b), len(ids)))
         return tuple(sorted(mark for mark in marks if 0 < mark < len(ids)))
 
+    def opening(self, messages, tools, options, ids):
+        """The position up to which the prompt ``ids`` is what every conversation with its instructions begins with: where the
+        text of the last user message before the first answer begins. None where there is no such message.
+
+        It is found by rendering another text in its place.
+        """
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        asked = next((i for i in reversed(range(first)) if messages[i]["role"] == "user"), None)
+        if asked is None:
+            return None
+        text = "-" if (messages[asked].get("content") or "").startswith(".") else "."
+        others = [*messages[:asked], messages[asked] | {"content": text}, *messages[asked + 1 :]]
+        try:
+            other = self.encode(self.render(others, tools, options))
+        except chat.ChatError:
+            return None
+        return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), None)
+
     def encode(self, prompt):
         """Token ids of a rendered prompt: markers only where the template wrote them, and exactly one BOS if one is due."""
         return self.tokenizer.with_bos(self.tokenizer.encode(prompt.text, plain=prompt.plain))

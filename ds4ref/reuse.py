@@ -25,7 +25,7 @@ Tokens are compared, never hashed: a cut is right by construction. Everything he
 Knows nothing about models, text formats, disks or threads.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -275,7 +275,9 @@ def _supersedes(other, bank):
     """Whether ``other`` begins with all of ``bank``; of two equal ones the more recently used supersedes."""
     n = bank.state.length
     longer = (other.state.length, other.last_used) > (n, bank.last_used)
-    return other is not bank and longer and other.state.tokens[:n] == bank.state.tokens
+    if other is bank or not longer or (n and other.state.tokens[n - 1] != bank.state.tokens[n - 1]):
+        return False  # mostly the last token tells, before thousands are compared
+    return other.state.tokens[:n] == bank.state.tokens
 
 
 @dataclass(frozen=True)
@@ -322,13 +324,24 @@ class Reuser:
         self.every = self.every or stride(self.context, self.slots)
         self._clock = 0
 
-    def admit(self, prompt, text=None, marks=()):
+    def decide(self, prompt, text=None, only=None):
+        """What ``admit`` would do with ``prompt``. only: a bank, to be continued in place whatever the others hold."""
+        if only is None:
+            return decide(prompt, self.banks, self.pool, self.policy, text)
+        found = decide(prompt, [only], self.pool, replace(self.policy, fork=False), text)
+        i = self.banks.index(only)
+        source, refused = None if found.source is None else i, tuple((i, why) for _, why in found.refused)
+        return replace(found, target=i, source=source, refused=refused)
+
+    def admit(self, prompt, text=None, marks=(), decision=None):
         """Give ``prompt`` a bank whose state stands at its best cut: an :class:`Admission`, or None while all are protected.
 
         text: what the prompt renders, to explain a miss. marks: positions of the prompt that a later prompt is expected to
         share although it departs before this one's end, such as the end of what a chat template repeats in the next turn.
+        decision: of ``decide``, where the caller has looked at it and changed no bank since.
         """
-        decision = decide(prompt, self.banks, self.pool, self.policy, text)
+        if decision is None:
+            decision = self.decide(prompt, text)
         if decision.target is None:
             return None
         bank = self.banks[decision.target]
@@ -365,13 +378,17 @@ class Reuser:
         bank.state.truncate(0)
         bank.protected, bank.text = False, None
 
+    def room(self, tokens):
+        """The bank that a snapshot of so many tokens would displace, or None."""
+        found = victim(self.banks, self.policy, deep=self.policy.deep(tokens))
+        return None if found is None else self.banks[found]
+
     def adopt(self, snapshot, text=None):
         """Put a snapshot, from a record or another process, into a bank, and return it; None when it would displace one
         that is protected, or deep while the snapshot is not. ValueError when it is of another layout."""
-        found = victim(self.banks, self.policy, deep=self.policy.deep(len(snapshot.tokens)))
-        if found is None:
+        bank = self.room(len(snapshot.tokens))
+        if bank is None:
             return None
-        bank = self.banks[found]
         bank.state.restore(snapshot)
         self.retire(bank, text)
         return bank

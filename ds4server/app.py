@@ -12,6 +12,7 @@ from ds4ref.conversation import Conversation
 from .api import errors, status
 from .api.chat import ChatCompletions
 from .engine import Engine
+from .metrics import Durations
 from .plan import Plan
 
 ALIASES = {"deepseek4": ("deepseek-v4-flash", "deepseek-v4-pro", "deepseek-chat", "deepseek-reasoner")}
@@ -36,6 +37,11 @@ class Service:
     keepalive: float = 5.0
     ignore_eos: bool = False
     ignore_eos_in_reasoning: bool = False
+    resident_banks: int = 1
+    clients: object = lambda: 0
+    """() → open connections."""
+    durations: Durations = field(default_factory=Durations)
+    disconnect_abort: bool = True
     version: str = field(default_factory=lambda: version("ds4"))
     started: float = field(default_factory=time.monotonic)
 
@@ -93,6 +99,7 @@ def application(service, cors=False):
     app.add_route("/v1/models", status.Models(service))
     app.add_route("/v1/models/{name:path}", status.Model(service))
     app.add_route("/v1/stats", status.Stats(service))
+    app.add_route("/metrics", status.Metrics(service))
     app.add_route("/health", status.Health(service))
     app.add_route("/v1/chat/completions", ChatCompletions(service))
     return app

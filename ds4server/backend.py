@@ -1,12 +1,14 @@
-"""Which backend computes, and why: the reference (NumPy) or JAX.
+"""Which backend computes, and why: JAX on cuda, metal or cpu, or the NumPy reference.
 
-Looks at what is installed; loads no model.
+Looks at what is installed; loads no model and opens no device.
 """
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-NAMES = ("auto", "numpy", "jax")
+from . import host
+
+JAX = ("cuda", "metal", "cpu")
 
 
 class BackendError(ValueError):
@@ -15,25 +17,40 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True)
 class Backend:
-    """``name``: "reference" or "jax". ``reason``: why it was taken, one sentence."""
+    """``name``: "cuda", "metal", "cpu" or "reference". ``reason``: why it was taken, one sentence. ``platform``: what "auto"
+    takes here for this file."""
 
     name: str
     reason: str
+    platform: str
+
+    @property
+    def fell_back(self):
+        """Whether "auto" had to take the reference."""
+        return self.platform == "reference"
 
 
-def choose(requested, architecture, jax_installed=None, jax_families=None):
-    """The backend for ``requested`` ("auto", "numpy" or "jax") and an architecture.
+def platform():
+    """What "auto" takes here for a family that ds4jax runs."""
+    return host.platform() if find_spec("jax") is not None else "reference"
 
-    A forced backend that cannot run is a :class:`BackendError`; ``auto`` falls back to the reference and says why.
+
+def choose(requested, architecture, jax_installed=None, jax_families=None, platform=None):
+    """The backend for one of the words of ``--backend`` and an architecture.
+
+    A word for JAX that cannot run is a :class:`BackendError`, except that a device that is not visible is found out by the
+    plan; ``auto`` falls back to the reference and says why. jax_installed, jax_families, platform: what is here.
     """
-    if requested == "numpy":
-        return Backend("reference", "the NumPy reference was asked for")
     missing = _why_not_jax(architecture, jax_installed, jax_families)
+    found = "reference" if missing is not None else host.platform() if platform is None else platform
+    if requested in ("numpy", "reference"):
+        return Backend("reference", "the NumPy reference was asked for", found)
     if missing is None:
-        return Backend("jax", "JAX is installed and ds4jax runs this family")
-    if requested == "jax":
-        raise BackendError(f"--backend jax cannot run this file: {missing} (accepted: auto, numpy)")
-    return Backend("reference", f"{missing}, so the NumPy reference runs, slowly")
+        name = found if requested in ("auto", "jax") else requested
+        return Backend(name, "JAX is installed and ds4jax runs this family", found)
+    if requested != "auto":
+        raise BackendError(f"--backend {requested} cannot run this file: {missing} (accepted: auto, reference)")
+    return Backend("reference", f"{missing}, so the NumPy reference runs, slowly", found)
 
 
 def _why_not_jax(architecture, installed, families):

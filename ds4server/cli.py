@@ -1,6 +1,10 @@
-"""``ds4server``: flags to a running server. Exit codes: 0 clean end, 1 the model cannot run, 2 configuration."""
+"""``ds4server``: a command line to a running server.
 
-import argparse
+Exit codes: 0 clean end, or a configuration that ``--check-config`` approves; 2 a command line, plan or expectation that is
+refused; 1 a model, address or device that fails to open. Nothing heavy is imported before the command line is read.
+"""
+
+import json
 import logging
 import os
 import re
@@ -9,153 +13,141 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from waitress.server import create_server
-
-from ds4ref.conversation import Conversation
-from ds4ref.gguf import Artifact, ArtifactError
-from ds4ref.model import Model
-from ds4ref.progress import Progress
-from ds4ref.reuse import Policy, Reuser
-
-from . import backend as backends
-from .app import Service, application
-from .engine import Engine
+from . import expected, options, report
+from .options import UsageError
 from .plan import resolve
 
 log = logging.getLogger("ds4server")
 TOY = "ds4-tiny"
-RESIDENT_BANKS = 2  # sequences kept for reuse: an agent's conversation and whatever it asks beside it
-MAX_BODY = 64 << 20
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PLAIN_FOLDERS = {"gguf", "models", "weights"}
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
+
+UNAVAILABLE = {
+    "tool_ids": "--tool-memory-max-ids", "exact_tool_replay": "--disable-exact-dsml-tool-replay",
+    "strict_model": "--strict-model", "model_catalog": "--model-catalog", "quality": "--quality",
+}  # fmt: skip
+"""Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
+
+UNREAD = {
+    "default_temperature": ("DS4_SERVER_DEFAULT_TEMP", "requests that name no temperature get the API's own"),
+}
+"""Variables that this version does not act on: field of the request → name, what holds instead."""
 
 
-class ConfigurationError(ValueError):
-    """One sentence about a flag. Exit code 2."""
-
-
-def parser():
-    top = argparse.ArgumentParser(
-        prog="ds4server",
-        description="Serve a GGUF of a known family over HTTP (OpenAI chat completions). "
-        "Without -m an embedded random toy is served, for trying the interface: its answers are noise.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    top.add_argument("-m", "--model", metavar="FILE", help="GGUF; of a split artifact the first shard "
-                     "(default: ds4flash.gguf in the working directory, else the embedded toy)")  # fmt: skip
-    top.add_argument("--model-id", metavar="ID", help="advertised id (default: from the file name)")
-    top.add_argument("-c", "--ctx", type=int, default=8192, help="tokens that a prompt and its answer may have together")
-    top.add_argument("--host", default="127.0.0.1", help="listening address; 0.0.0.0 is every interface")
-    top.add_argument("--port", type=int, default=8000, help="listening port; 0 takes a free one")
-    top.add_argument("--backend", choices=backends.NAMES, default="auto",
-                     help="auto: JAX where it runs this file, else the NumPy reference")  # fmt: skip
-    top.add_argument("--prefix-reuse", choices=("off", "exact", "partial", "auto"), default="auto",
-                     help="what of a prompt is taken from earlier requests: nothing, whole sequences, or also prefixes "
-                     "of them; auto is partial")  # fmt: skip
-    top.add_argument("-n", "--tokens", type=int, default=393216, help="output budget of a request that names none")
-    top.add_argument("--cors", action="store_true", help="browser cross-origin headers")
-    top.add_argument("--chdir", metavar="DIR", help="working directory, set before anything else is looked up")
-    top.add_argument("--max-queue", type=int, default=64, help="requests that may wait")
-    top.add_argument("--sse-keepalive-seconds", type=float, default=5.0, help="longest silence of a stream")
-    top.add_argument("--grace-seconds", type=float, default=5.0, help="time a running answer gets at shutdown")
-    top.add_argument("--ignore-eos", action="store_true", help="never let the model end an answer")
-    top.add_argument("--ignore-eos-in-reasoning", action="store_true", help="nor inside an open reasoning block")
-    top.add_argument("--version", action="version", version=f"ds4server {version('ds4')}")
-    return top
+class StartError(RuntimeError):
+    """The process cannot serve: one sentence. Exit code 1."""
 
 
 def main(argv=None):
     """Entry point. Returns the exit code."""
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    for quiet in ("waitress", "jax"):
-        logging.getLogger(quiet).setLevel(logging.WARNING)
+    try:
+        request = options.read(sys.argv[1:] if argv is None else argv, os.environ)
+        for name, flag in UNAVAILABLE.items():
+            if name in request.given:
+                raise UsageError(f"{flag} is not available in this version; drop it")
+        _prepare(request)
+    except UsageError as error:
+        return _fail(error, 2)
+    from ds4ref.gguf import ArtifactError
+
+    from .backend import BackendError
+    from .owner.manifest import OwnerError
+
     try:
         with ExitStack() as stack:
-            return _serve(args, stack)
-    except (ConfigurationError, backends.BackendError, ArtifactError) as error:
-        print(f"ds4server: {error}", file=sys.stderr)
-        return 2
+            return _run(request, stack)
+    except (UsageError, BackendError) as error:
+        return _fail(error, 2)
+    except (StartError, ArtifactError, OwnerError) as error:
+        return _fail(error, 1)
     except KeyboardInterrupt:
         return 0
 
 
-def _serve(args, stack):
-    _check(args)
-    if args.chdir is not None:
+def _fail(error, code):
+    print(f"ds4server: {error}", file=sys.stderr)
+    return code
+
+
+def _prepare(request):
+    """The process's surroundings, before anything that looks at them is imported."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    for quiet in ("waitress", "jax"):
+        logging.getLogger(quiet).setLevel(logging.WARNING)
+    if request.chdir is not None:
         try:
-            os.chdir(args.chdir)
+            os.chdir(request.chdir)
         except OSError as error:
-            raise ConfigurationError(f"--chdir {args.chdir}: {error.strerror}") from None
-    path, toy = _model_path(args, stack)
-    artifact = stack.enter_context(Artifact.open(path))
-    backend = backends.choose(args.backend, artifact.architecture)
-    context = args.ctx if args.ctx > 0 else None
-    model = Model.from_artifact(artifact, context=context)
-    plan = resolve(
-        family=artifact.architecture, ctx=args.ctx, context_cap=model.context_cap, backend_requested=args.backend,
-        backend=backend, prefix_reuse=args.prefix_reuse, resident_banks=RESIDENT_BANKS, toy=toy,
-    )  # fmt: skip
-    for issue in plan.issues:
-        log.info("%s: %s (%s)", issue.level, issue.message, issue.code)
+            raise UsageError(f"--chdir {request.chdir}: {error.strerror}") from None
+    if request.threads is not None:
+        os.environ |= dict.fromkeys(THREAD_VARIABLES, str(request.threads))
+
+
+def _run(request, stack):
+    """Resolve, check, open, resolve again, listen."""
+    from . import evidence
+
+    wanted = None if request.expect_plan is None else expected.load(request.expect_plan)
+    path, toy = _model_path(request, stack)
+    found = evidence.before_open(request, path, toy, _unread(request))
+    plan = resolve(request, found.row, found.facts)
+    if request.check:
+        _show(plan)
+        _expect(wanted, plan, opened=False)
+        return 2 if plan.errors else 0
     if plan.errors:
-        raise ConfigurationError(plan.errors[0].message)
-    conversation = Conversation(artifact)
-    if (args.ignore_eos or args.ignore_eos_in_reasoning) and not conversation.end_ids:
-        raise ConfigurationError("--ignore-eos needs a tokenizer with an end token, and this file names none")
-    if backend.name == "jax":
-        model = _on_device(artifact, context)
-    policy = Policy(plan.effective["prefix_reuse"])
-    engine = Engine(model, Reuser(model.new_state, args.ctx, RESIDENT_BANKS, policy), args.max_queue)
-    service = Service(
-        engine=engine,
-        conversation=conversation,
-        plan=plan,
-        model_id=args.model_id or (TOY if toy else model_id(path)),
-        architecture=artifact.architecture,
-        vocabulary=model.vocabulary,
-        context=args.ctx,
-        created=int(path.stat().st_mtime),
-        toy=toy,
-        default_budget=args.tokens,
-        keepalive=args.sse_keepalive_seconds,
-        ignore_eos=args.ignore_eos,
-        ignore_eos_in_reasoning=args.ignore_eos_in_reasoning,
-    )
-    return _listen(args, service)
+        return _refuse(request, plan)
+    for issue in plan.issues:
+        log.info("%s", report.line(issue))
+    if found.failure is not None:
+        raise StartError(found.failure)
+    _expect(wanted, plan, opened=False)
+    for name, value in options.written(request, plan, found.row.native_prefill.env).items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    service, facts = _open(request, found, plan, path, toy, _trace(request, stack))
+    plan = resolve(request, found.row, facts)
+    if plan.errors:
+        return _refuse(request, plan)
+    _expect(wanted, plan, opened=True)
+    if request.print_plan:
+        _show(plan)
+    service.plan = plan
+    return _listen(request, service)
 
 
-def _on_device(artifact, context):
-    """The artifact's JAX model, loaded with a progress line."""
-    from ds4jax.compilation import enable_cache
-    from ds4jax.model import Model as DeviceModel
-
-    enable_cache()
-    with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
-        return DeviceModel(artifact, context=context, banks=RESIDENT_BANKS, did=lambda tensor: progress.advance(tensor.nbytes))
+def _unread(request):
+    """A sentence for every variable that asks for something which this version does not do."""
+    for field, (name, why) in UNREAD.items():
+        if getattr(request, field) not in (None, getattr(options.Request, field)):
+            yield f"{name} is ignored: {why}"
 
 
-def _check(args):
-    for flag, value, least in (
-        ("--tokens", args.tokens, 0), ("--max-queue", args.max_queue, 0), ("--port", args.port, 0),
-        ("--grace-seconds", args.grace_seconds, 0),
-    ):  # fmt: skip
-        if value < least:
-            raise ConfigurationError(f"{flag} must be at least {least}, got {value}")
-    if args.port > 65535:
-        raise ConfigurationError(f"--port must be at most 65535, got {args.port}")
-    if args.sse_keepalive_seconds <= 0:
-        raise ConfigurationError(f"--sse-keepalive-seconds must be greater than 0, got {args.sse_keepalive_seconds:g}")
+def _show(plan):
+    """The plan as JSON on stdout and as a report on stderr."""
+    print(json.dumps(plan.as_json()), flush=True)
+    print(*report.lines(plan), sep="\n", file=sys.stderr)
 
 
-def _model_path(args, stack):
+def _refuse(request, plan):
+    if request.print_plan:
+        print(json.dumps(plan.as_json()), flush=True)
+    print(*report.lines(plan), sep="\n", file=sys.stderr)
+    return _fail(plan.errors[0].message, 2)
+
+
+def _expect(wanted, plan, opened):
+    if wanted is not None and (sentence := expected.difference(wanted, plan, opened)) is not None:
+        raise UsageError(sentence)
+
+
+def _model_path(request, stack):
     """(path, whether it is the embedded toy)."""
-    if args.model is not None:
-        return Path(args.model), False
+    if request.model is not None:
+        return Path(request.model), False
     default = Path("ds4flash.gguf")
     if default.exists():
         return default, False
@@ -170,33 +162,170 @@ def model_id(path):
     return SHARD.sub("", path.name.removesuffix(".gguf"))
 
 
-def _listen(args, service):
+def _trace(request, stack):
+    """The open :class:`trace.Trace`, closed with ``stack``, or None where none was asked for."""
+    from .trace import Trace, TraceError
+
+    if request.trace is None:
+        return None
+    try:
+        trace = Trace.open(request.trace)
+    except TraceError as error:
+        raise UsageError(str(error)) from None
+    stack.callback(trace.close)
+    return trace
+
+
+def _open(request, found, plan, path, toy, trace):
+    """(the service on an opened engine, the facts that the engine adds)."""
+    from ds4ref.conversation import Conversation
+    from ds4ref.model import Model
+    from ds4ref.reuse import Policy, Reuser
+
+    from . import assembly, evidence
+    from .app import Service
+    from .engine import Engine
+    from .identity import IdentityError
+    from .kvstore import StoreError
+    from .metrics import Durations
+    from .owner import worker
+
+    durations = Durations()
+    observers = [durations.add, *([] if trace is None else [trace.add])]
+    try:
+        watch = assembly.Watch(found.artifact) if plan.effective["disk"] else None
+    except IdentityError as error:
+        raise UsageError(str(error)) from None
+    artifact = worker.from_environment(os.environ, found.artifact) or found.artifact
+    if request.warm_weights:
+        _warm(artifact)
+    count = assembly.slots(plan)
+    if plan.effective["backend"] == "reference":
+        model, layout, dtype = Model.from_artifact(artifact, context=request.ctx), "file", "float32"
+    else:
+        model, layout, dtype = _on_device(artifact, request, plan, count)
+    conversation = Conversation(artifact)
+    policy = Policy(plan.effective["prefix_reuse"], request.partial_min, pin=request.pin_min)
+    reuser = Reuser(model.new_state, request.ctx, count, policy)
+    facts = evidence.after_open(found, model, reuser, layout, plan.effective["max_seqs"])
+    plan = resolve(request, found.row, facts)
+    digest = None
+    if watch is not None:
+        digest, changed = watch.digest(assembly.settings(plan, dtype))
+        if changed is not None:
+            raise UsageError(f"the disk store is not opened: {changed}")
+    try:
+        keeper = assembly.keeper(request, plan, found.row, model, reuser, conversation.tokenizer, digest)
+    except StoreError as error:
+        raise UsageError(str(error)) from None
+    if facts.native_chunk is not None:  # a yield of the scheduler, never more than a forward pass takes
+        model.chunk = min(model.chunk, plan.effective["sched_chunk"] or model.chunk)
+    engine = Engine(
+        model, reuser, keeper=keeper, ended=lambda job: [tell(job) for tell in observers],
+        **assembly.engine_options(request, plan, found.row, model, count),
+    )  # fmt: skip
+    service = Service(
+        engine=engine,
+        durations=durations,
+        conversation=conversation,
+        plan=plan,
+        model_id=request.model_id or (TOY if toy else model_id(path)),
+        architecture=artifact.architecture,
+        vocabulary=model.vocabulary,
+        context=request.ctx,
+        created=int(path.stat().st_mtime),
+        toy=toy,
+        default_budget=request.tokens,
+        keepalive=request.keepalive,
+        ignore_eos=request.eos_policy == "global",
+        ignore_eos_in_reasoning=request.eos_policy == "reasoning",
+        resident_banks=len(reuser.banks),
+        disconnect_abort=request.disconnect_abort,
+    )
+    return service, facts
+
+
+def _unbounded(bound):
+    """A bound, or one that no process reaches in place of None."""
+    return sys.maxsize if bound is None else bound
+
+
+def _on_device(artifact, request, plan, count):
+    """(the artifact's JAX model with ``count`` banks, its weight layout, its dtype), loaded with a progress line."""
+    import jax
+
+    from ds4jax import platforms
+    from ds4jax.compilation import enable_cache
+    from ds4jax.model import Model
+    from ds4ref.progress import Progress
+
+    if plan.effective["backend"] == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # or arrays would go to the accelerator that was declined
+    try:
+        platform = platforms.choose(plan.effective["backend"])
+    except platforms.PlatformError as error:
+        raise StartError(str(error)) from None
+    enable_cache()
+    with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
+        model = Model(
+            artifact,
+            context=request.ctx,
+            banks=count,
+            dtype=platform.dtype,
+            layout=platform.layout,
+            chunk=plan.effective["native_chunk"],
+            did=lambda tensor: progress.advance(tensor.nbytes),
+        )
+    return model, platform.layout, platform.dtype
+
+
+def _warm(artifact):
+    """Read a byte of every page of the weights."""
+    from ds4ref.progress import Progress
+
+    with Progress("reading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
+        for tensor in artifact.tensors.values():
+            tensor.data[::4096].max(initial=0)
+            progress.advance(tensor.nbytes)
+
+
+def _listen(request, service):
+    from waitress.channel import HTTPChannel
+    from waitress.server import create_server
+
+    from .app import application
+
     # A thread is held per request in flight: the running one, the queue, and some for what never waits.
-    threads = args.max_queue + 16
+    clients = _unbounded(request.max_clients)
+    threads = min(_unbounded(request.max_queue), clients, 4096) + 16
+    max_body = request.max_body_mb << 20
+    sockets = {}
+    service.clients = lambda: sum(isinstance(found, HTTPChannel) for found in list(sockets.values()))
     try:
         server = create_server(
-            application(service, args.cors),
-            host=args.host,
-            port=args.port,
+            application(service, request.cors),
+            map=sockets,
+            host=request.host,
+            port=request.port,
             threads=threads,
-            connection_limit=threads + 64,
+            connection_limit=max(1, min(clients, 65536)),
             channel_request_lookahead=1,
-            max_request_body_size=MAX_BODY + 1,
+            max_request_body_size=max_body + 1,
             outbuf_high_watermark=1 << 20,
             ident="ds4server",
             clear_untrusted_proxy_headers=True,
         )
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
+        raise StartError(f"cannot listen on {request.host}:{request.port}: {error.strerror}") from None
     except ValueError:
-        raise ConfigurationError(f"--host {args.host} is no address of this machine") from None
+        raise StartError(f"--host {request.host} is no address of this machine") from None
     service.engine.start()
-    interrupt = _Interrupt(service.engine, args.grace_seconds)
+    interrupt = _Interrupt(service.engine, request.grace)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     log.info("%s: %s on the %s backend, context %d", service.model_id, service.architecture,
              service.plan.effective["backend"], service.context)  # fmt: skip
-    log.info("listening on http://%s:%s", args.host, server.effective_port)
+    log.info("listening on http://%s:%s", request.host, server.effective_port)
     try:
         server.run()  # returns on KeyboardInterrupt
     finally:

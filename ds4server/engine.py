@@ -1,309 +1,185 @@
 """The engine thread: the only place that touches the model.
 
-Theory of operation. HTTP threads parse, render and tokenise, then submit a :class:`Job`; one thread takes jobs in arrival
-order and runs each to its end. A job's life is
-
-    queued → running → ended            (ended: finished, failed or cancelled)
-
-Only the engine thread moves a job forward, and it tells about it through the job's own event queue: ``Admitted``, any
-number of ``Produced``, then exactly one of ``Ended`` and ``Failed``. An HTTP thread may ask for cancellation at any time;
-the engine looks before every token, in prefill and in decoding, so a job ends within one token of the request.
-No lock is held while computing.
+Theory of operation. HTTP threads parse, render and tokenise, then submit a ``Job``; one thread routes jobs, starts them in
+order of arrival and advances all that run pass by pass (:mod:`scheduler`). What goes between the threads is the list of
+arrivals, the events of each job, and what :meth:`Engine.snapshot` reads, published after every change. No lock is held while
+computing.
 """
 
 import logging
-import queue
+import sys
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
 
-from ds4ref.chat import CallArguments, Reasoning, Text
-from ds4ref.generation import Generation, Step
-from ds4ref.reuse import Decision
-from ds4ref.stop import Finish
+from . import banks
+from .jobs import QueueFull, Stopping
+from .keeper import Keeper
+from .lanes import Environment
+from .scheduler import Schedule, Scheduler
+from .trace import log_request
 
 log = logging.getLogger("ds4server")
-
-SURFACES = ("openai_chat",)
-COUNTERS = (
-    "started", "completed", "failed", "canceled", "prefill_computed", "prefill_cached", "decoded",
-    "shed.queue_full", "shed.slow_reader", "shed.shutdown", *(f"route.{surface}_serial" for surface in SURFACES),
-)  # fmt: skip
-BACKLOG = 1 << 20  # characters of undelivered text at which a reader counts as too slow
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """The job has left the queue; its prompt is being computed."""
-
-
-@dataclass(frozen=True)
-class Produced:
-    step: Step
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The answer is complete: the reason is ``generation.finish``."""
-
-    timings: dict
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The engine could not finish the job. The message says nothing about the prompt or the code."""
-
-    message: str
-
-
-class QueueFull(Exception):
-    """No place in the queue."""
-
-
-class Stopping(Exception):
-    """The server is shutting down."""
-
-
-@dataclass
-class Job:
-    """One request on its way through the engine. ``surface`` and ``request_id`` are for the log and the stats."""
-
-    generation: Generation
-    surface: str
-    request_id: str
-    fallback_reason: str | None = None
-    marks: tuple[int, ...] = ()
-    """Positions of the prompt that the next turn's prompt is expected to share (``Conversation.marks``)."""
-    decision: Decision | None = None
-    """What of the prompt was reused: set by the engine when the job is admitted."""
-    arrived: float = field(default_factory=time.monotonic)
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-
-    def __post_init__(self):
-        self._events = queue.SimpleQueue()
-        self._cancel = threading.Event()
-        self.admitted = threading.Event()
-        self._backlog = 0
-        self._lock = threading.Lock()
-
-    def next(self, timeout):
-        """The next event, or None when ``timeout`` seconds passed without one."""
-        try:
-            event = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        with self._lock:
-            self._backlog -= _size(event)
-        return event
-
-    def cancel(self):
-        """Ask the engine to stop; harmless when the job has ended."""
-        self._cancel.set()
-
-    @property
-    def cancelled(self):
-        return self._cancel.is_set()
-
-    def tell(self, event):
-        """Called by the engine alone. Returns whether the reader still keeps up."""
-        with self._lock:
-            self._backlog += _size(event)
-            keeps_up = self._backlog <= BACKLOG
-        self._events.put(event)
-        return keeps_up
-
-
-def _size(event):
-    if not isinstance(event, Produced):
-        return 0
-    return sum(len(e.fragment if isinstance(e, CallArguments) else e.text) for e in event.step.events
-               if isinstance(e, (Text, Reasoning, CallArguments)))  # fmt: skip
+RECENT = 32
+SERIAL_ONLY = Environment()
+SAVING = 60.0  # seconds that what is resident may take to reach the disk at the end
 
 
 class Engine:
-    """Owns ``model`` and the banks of ``reuser``, and runs jobs on them, one at a time, on its own thread."""
+    """Owns ``model`` and the banks of ``reuser``, and runs jobs on them on its own thread.
 
-    def __init__(self, model, reuser, max_queue=64):
-        self._model, self._reuser = model, reuser
-        self._max_queue = max_queue
-        self._jobs = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._stopping = threading.Event()
-        self._busy = False
-        # Every key exists from the start: the dictionary never changes size while another thread copies it.
-        self.counts = Counter(dict.fromkeys(COUNTERS, 0))
-        self.last_request = None
+    max_queue: jobs that may wait; max_bytes: of the bodies of all jobs that have not ended; max_age: seconds that a job may
+    wait; each None for no bound. keeper: the :class:`Keeper` of the disk store, if there is one; ended: called with every job
+    that has ended, on the engine's thread. The others are :class:`Scheduler`'s.
+    """
+
+    def __init__(self, model, reuser, max_queue=64, *, env=SERIAL_ONLY, schedule=None, keeper=None, memory=None, grouped=False,
+                 coalesce_ms=0, max_bytes=None, max_age=None, ended=lambda job: None):  # fmt: skip
+        self._reuser, self._ended = reuser, ended
+        self._keeper = keeper or Keeper(None, reuser, lambda tokens: None)
+        bounds = (max_queue, max_bytes, max_age)
+        self._max_queue, self._max_bytes, self._max_age = (sys.maxsize if bound is None else bound for bound in bounds)
+        self._scheduler = Scheduler(
+            model, reuser, self._keeper, self._settle, env, schedule or Schedule(model.chunk, model.chunk), memory, grouped,
+            coalesce_ms, stopped=self._late, arriving=lambda: bool(self._arrivals),
+        )  # fmt: skip
+        self._changed = threading.Condition()
+        self._arrivals = deque()
+        self._deadline = None
+        self._places = env.width
+        # Published under the lock of ``_changed``; what HTTP threads count is theirs alone.
+        self._submitted = Counter(dict.fromkeys(("started", "shed.queue_full", "shed.shutdown"), 0))
+        self._waiting = self._running = self._nbytes = 0
+        self._banks, self._recent = banks.describe(reuser.banks, reuser.policy), deque(maxlen=RECENT)
         self._thread = threading.Thread(target=self._run, name="ds4-engine", daemon=True)
 
     def start(self):
         self._thread.start()
 
+    # What HTTP threads call
+
+    def check(self, nbytes=0):
+        """QueueFull or Stopping where ``submit`` would refuse a job with a body of so many bytes now; for before it is read."""
+        with self._changed:
+            self._check(nbytes)
+
     def submit(self, job):
-        """Queue ``job``. QueueFull when it would wait behind too many others, Stopping when the server is going down."""
-        with self._lock:
-            if self._stopping.is_set():
-                self.counts["shed.shutdown"] += 1
-                raise Stopping
-            if self._waiting >= self._max_queue + (not self._busy):
-                self.counts["shed.queue_full"] += 1
-                raise QueueFull
-            self._waiting += 1
-            self.counts["started"] += 1
-            self.counts[f"route.{job.surface}_serial"] += 1
-        self._jobs.put(job)
+        """Queue ``job``. QueueFull when it would wait behind too many others or its body is too much beside theirs, Stopping
+        when the server is going down."""
+        with self._changed:
+            self._check(job.nbytes)
+            self._submitted["started"] += 1
+            self._nbytes += job.nbytes
+            self._arrivals.append(job)
+            self._changed.notify()
+
+    def _check(self, nbytes):
+        if self.stopping:
+            self._submitted["shed.shutdown"] += 1
+            raise Stopping
+        waiting = self._waiting + len(self._arrivals)
+        free = max(0, self._places - self._running)
+        if waiting >= self._max_queue + free or self._nbytes + nbytes > self._max_bytes:
+            self._submitted["shed.queue_full"] += 1
+            raise QueueFull
 
     def stop(self, grace=5.0):
-        """Refuse new jobs, give the running one ``grace`` seconds, end the thread."""
-        self._deadline = time.monotonic() + grace
-        self._stopping.set()
-        self._jobs.put(None)
-        self._thread.join(grace + 5)
+        """Refuse new jobs, give the running ones ``grace`` seconds, write what is resident to disk, end the thread."""
+        with self._changed:
+            self._deadline = time.monotonic() + grace
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(grace + SAVING)
 
     @property
     def stopping(self):
-        return self._stopping.is_set()
+        return self._deadline is not None
+
+    @property
+    def counts(self):
+        """Every counter there is (``scheduler.COUNTERS``), from the start of the process."""
+        return self.snapshot()[0]
+
+    @property
+    def last_request(self):
+        """What became of the last job that ended (``Job.summary``), or None."""
+        return self.snapshot()[3]
 
     def snapshot(self):
-        """(counts, queue depth, busy, last request) at one moment; never waits for a computation."""
-        with self._lock:
-            return Counter(self.counts), self._waiting, self._busy, self.last_request
+        """(counts, queue depth, jobs that run, last request) at one moment; never waits for a computation."""
+        with self._changed:
+            counts = Counter(self._scheduler.counts)
+            for name, n in self._submitted.items():
+                counts[name] += n
+            waiting = self._waiting + len(self._arrivals)
+            return counts, waiting, self._running, self._recent[0] if self._recent else None
+
+    def recent(self):
+        """``Job.summary`` of the last jobs that ended, newest first."""
+        with self._changed:
+            return list(self._recent)
+
+    def banks(self):
+        """The banks as they were when a job last began or ended: ``banks.describe``."""
+        with self._changed:
+            return self._banks
+
+    @property
+    def body_bytes(self):
+        """Bytes of the bodies of all jobs that have not ended."""
+        return self._nbytes
+
+    @property
+    def store(self):
+        """The disk store (``kvstore.Store``), or None."""
+        return self._keeper.store
+
+    # The thread
 
     def _run(self):
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                self._waiting -= 1
-                self._busy = True
-            try:
-                self._serve(job)
-            finally:
-                with self._lock:
-                    self._busy = False
-        while not self._jobs.empty():
-            if (job := self._jobs.get()) is not None:
-                with self._lock:
-                    self._waiting -= 1
-                self._settle(job, "failed", Failed("the server is shutting down"))
+        scheduler = self._scheduler
+        look = None  # milliseconds that the waiting jobs may be left alone, None for none
+        while True:
+            with self._changed:
+                if not (self._arrivals or scheduler.rows or self.stopping) and (look or not scheduler.waiting):
+                    self._changed.wait(look / 1000 if scheduler.waiting else None)
+                for job in self._arrivals:
+                    scheduler.route(job)
+                    scheduler.waiting.append(job)
+                self._arrivals.clear()
+                self._waiting = len(scheduler.waiting)
+            if self.stopping:
+                scheduler.refuse()
+                if not scheduler.rows:
+                    break
+            scheduler.sweep(time.monotonic() - self._max_age)
+            before = list(scheduler.rows)
+            look = scheduler.refill()
+            if scheduler.rows != before:
+                self._publish()
+            if scheduler.rows:
+                scheduler.turn()
+                look = None
+        self._keeper.close()
 
-    def _serve(self, job):
-        job.admitted_at = time.monotonic()
-        job.admitted.set()
-        outcome, event = "canceled", Failed("cancelled")
-        if not self._gone(job):
-            job.tell(Admitted())
-            try:
-                outcome, event = self._compute(job)
-            except Exception:
-                log.exception("request %s failed", job.request_id)
-                outcome, event = "failed", Failed("the engine failed to compute this answer")
-        self._settle(job, outcome, event)
+    def _late(self):
+        return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _compute(self, job):
-        """Admit the job to the bank that serves it best and run it there. The bank keeps what was computed, also when the
-        job is cancelled; after a failure it is emptied."""
-        admission = self._reuser.admit(job.generation.prompt, marks=job.marks)
-        job.decision = admission.decision
-        self.counts["prefill_cached"] += admission.decision.cached
+    def _settle(self, job, event):
+        """A job has ended: publish, then tell its reader."""
+        with self._changed:
+            self._recent.appendleft(job.summary())
+            self._nbytes -= job.nbytes
+        self._publish()
         try:
-            outcome = self._run_job(job, admission)
-        except BaseException:
-            self._reuser.clear(admission.bank)
-            raise
-        self._reuser.retire(admission.bank)
-        return outcome
-
-    def _run_job(self, job, admission):
-        model, generation, state = self._model, job.generation, admission.bank.state
-        produced = Produced(generation.start())
-        for part in _parts(admission, model.chunk):
-            if self._gone(job):
-                return self._stopped(job)
-            model.prefill(state, part)
-            admission.progress()
-            self.counts["prefill_computed"] += len(part)
-        prefilled = time.monotonic()
-        if generation.finish is not None:
-            job.tell(produced)
-        while generation.finish is None:
-            if self._gone(job):
-                return self._stopped(job)
-            step = generation.accept(state.logits)
-            if job.first_token_at is None:
-                job.first_token_at = time.monotonic()
-            self.counts["decoded"] += 1
-            if not job.tell(Produced(step)):
-                self.counts["shed.slow_reader"] += 1
-                return self._stopped(job)
-            if generation.finish is None:
-                model.step(state, step.token)
-        return "completed", Ended(_timings(job, prefilled, time.monotonic()))
-
-    def _gone(self, job):
-        return job.cancelled or (self.stopping and time.monotonic() > self._deadline)
-
-    def _stopped(self, job):
-        job.generation.finish = Finish.CANCELLED
-        if self.stopping and not job.cancelled:
-            return "failed", Failed("the server is shutting down")
-        return "canceled", Failed("cancelled")
-
-    def _settle(self, job, outcome, event):
-        now = time.monotonic()
-        generation = job.generation
-        summary = {
-            "request_id": job.request_id,
-            "surface": job.surface,
-            "effective_lane": "serial",
-            "reuse_kind": job.decision.kind if job.decision else "cold",
-            "speculation_active": False,
-            "finish": str(generation.finish or outcome),
-            "prompt_tokens": len(generation.prompt),
-            "cached_tokens": job.decision.cached if job.decision else 0,
-            "completion_tokens": len(generation.generated),
-            "seconds": round(now - job.arrived, 6),
-        }
-        summary |= _reasons(job)
-        with self._lock:
-            self.counts[outcome] += 1
-            self.last_request = summary
-        ttft = "-" if job.first_token_at is None else f"{job.first_token_at - job.arrived:.3f}s"
-        log.info(
-            "%s prompt=%d cached=%d ttft=%s out=%d finish=%s total=%.3fs",
-            job.surface, len(generation.prompt), summary["cached_tokens"], ttft, len(generation.generated),
-            summary["finish"], now - job.arrived,
-        )  # fmt: skip
+            self._ended(job)
+        except Exception:
+            log.exception("request %s was not recorded", job.request_id)
+        log_request(job)
         job.tell(event)
 
-
-def _timings(job, prefilled, end):
-    """The ``timings`` object of the API; rates that cannot be computed are left out."""
-    prompt, out = job.decision.computed, len(job.generation.generated)
-    timings = {"prefill_tokens": prompt, "prefill_cached_tokens": job.decision.cached, "effective_lane": "serial",
-               "reuse_kind": job.decision.kind, "speculation_active": False}  # fmt: skip
-    if job.first_token_at is not None:
-        timings["ttft_ms"] = round(1000 * (job.first_token_at - job.arrived), 3)
-    if prompt and prefilled > job.admitted_at:
-        timings["prefill_tok_s"] = round(prompt / (prefilled - job.admitted_at), 3)
-    if out and end > prefilled:
-        timings["decode_tok_s"] = round(out / (end - prefilled), 3)
-        timings["tok_per_step"] = 1.0
-    return timings | _reasons(job)
-
-
-def _reasons(job):
-    """Why something asked for, or some state that was there, was not used."""
-    reasons = {"fallback_reason": job.fallback_reason, "reuse_miss": job.decision.miss if job.decision else None}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _parts(admission, chunk):
-    """The remaining prompt in parts of at most ``chunk`` tokens that end at every position to capture a checkpoint at."""
-    at = admission.decision.cached
-    end = at + len(admission.remaining)
-    start = at
-    while at < end:
-        stop = min([at + chunk, end, *(s for s in admission.stops if s > at)])
-        yield admission.remaining[at - start : stop - start]
-        at = stop
+    def _publish(self):
+        described = banks.describe(self._reuser.banks, self._reuser.policy)
+        with self._changed:
+            self._waiting, self._running = len(self._scheduler.waiting), len(self._scheduler.rows)
+            self._banks = described

@@ -10,10 +10,11 @@ from ds4ref.chat import CallArguments, CallBegin, CallEnd, ChatError, Reasoning,
 from ds4ref.sampling import SamplingParams, fresh_seed
 from ds4ref.stop import Finish, eos_policy
 
-from ..engine import Admitted, Ended, Failed, Job, Produced, QueueFull, Stopping
+from ..jobs import Admitted, Ended, Failed, Job, Produced
+from ..lanes import Needs
 from . import messages, sse
 from .body import read_object
-from .errors import ApiError, bad_request, envelope
+from .errors import admission, bad_request, envelope, failure
 from .requests import parse
 
 SURFACE = "openai_chat"
@@ -37,18 +38,18 @@ class ChatCompletions:
 
     def on_post(self, req, resp):
         service = self._service
+        nbytes = req.content_length or 0
+        with admission():
+            service.engine.check(nbytes)
         body = read_object(req)
         request = parse(body)
         job = self._job(body, request, req.context.request_id)
+        job.nbytes, job.outlives_reader = nbytes, not service.disconnect_abort
         answer = Answer(service, request, job)
-        gone = req.env.get("waitress.client_disconnected", lambda: False)
-        try:
+        gone = req.env.get("waitress.client_disconnected") if service.disconnect_abort else None
+        gone = gone or (lambda: False)
+        with admission():
             service.engine.submit(job)
-        except QueueFull:
-            message = "the queue is full; try again later"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
-        except Stopping:
-            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}) from None
         if request.stream:
             resp.content_type = "text/event-stream; charset=utf-8"
             resp.set_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -88,8 +89,14 @@ class ChatCompletions:
             eos=eos_policy(service.ignore_eos or bool(request.ignore_eos), service.ignore_eos_in_reasoning),
             stream=bool(request.stream), vocabulary=service.vocabulary, single=request.parallel_tool_calls is False,
         )  # fmt: skip
+        needs = Needs(
+            len(ids), generation.budget, greedy=generation.params.temperature == 0, stream=bool(request.stream),
+            thinks=prompt.thinking, stops=bool(generation.stop_strings), tools=bool(tools),
+            token_ids=bool(request.return_token_ids),
+        )  # fmt: skip
         marks = conversation.marks(body["messages"], tools, options, ids)
-        return Job(generation, SURFACE, request_id, prompt.fallback_reason, marks)
+        opening = conversation.opening(body["messages"], tools, options, ids) if service.plan.effective["disk"] else None
+        return Job(generation, SURFACE, request_id, prompt.fallback_reason, marks, needs, opening=opening)
 
     def _sampling(self, request):
         chosen = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
@@ -148,7 +155,7 @@ class Answer:
                 found += event.step.events
                 entries += event.step.logprobs
             elif isinstance(event, Failed):
-                raise ApiError(500, event.message)
+                raise failure(event)
             elif isinstance(event, Ended):
                 timings = event.timings
         generation = self._job.generation
@@ -178,7 +185,7 @@ class Answer:
                 elif isinstance(event, Produced):
                     yield from self._deltas(chunks, event.step)
                 elif isinstance(event, Failed):
-                    yield sse.event("error", envelope(500, event.message))
+                    yield sse.event("error", envelope(event.status, event.message, code=event.code))
                     return
                 elif isinstance(event, Ended):
                     yield from self._closing(chunks, event.timings)

@@ -1,8 +1,11 @@
 """Errors in the OpenAI envelope: one sentence with the field, what was found, what is accepted."""
 
 import logging
+from contextlib import contextmanager
 
 import falcon
+
+from ..jobs import QueueFull, Stopping
 
 
 class ApiError(Exception):
@@ -17,6 +20,24 @@ class ApiError(Exception):
 
 def bad_request(message, param=None, code=None, **extra):
     return ApiError(400, message, param, code, **extra)
+
+
+@contextmanager
+def admission():
+    """What the engine refuses inside, as the answer that the client gets."""
+    try:
+        yield
+    except QueueFull:
+        message = "the queue is full; try again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
+    except Stopping:
+        raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}) from None
+
+
+def failure(failed):
+    """The answer of a job that ended with ``jobs.Failed`` before any of its answer was sent."""
+    headers = {} if failed.retry is None else {"Retry-After": str(failed.retry)}
+    return ApiError(failed.status, failed.message, code=failed.code, headers=headers)
 
 
 def kind(status):

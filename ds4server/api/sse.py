@@ -3,7 +3,7 @@
 import json
 import time
 
-from ..engine import Ended, Failed
+from ..jobs import Ended, Failed
 
 KEEP_ALIVE = b": keep-alive\n"
 QUEUED = b": queued\n"
@@ -26,7 +26,7 @@ class ClientGone(Exception):
 
 
 class Stream:
-    """A response body: the frames of one job. Closing it, even before the first frame, cancels the job."""
+    """A response body: the frames of one job. Closing it, even before the first frame, is leaving the job."""
 
     def __init__(self, job, frames):
         self._job, self._frames = job, frames
@@ -36,14 +36,14 @@ class Stream:
 
     def close(self):
         self._frames.close()
-        self._job.cancel()
+        self._job.leave()
 
 
 def events(job, gone, silence=None):
     """The job's events as they come, and None whenever ``silence`` seconds passed without one.
 
-    gone: a function that says whether the client has left; then the job is cancelled and :class:`ClientGone` raised.
-    Leaving the iteration early cancels the job too.
+    gone: a function that says whether the client has left; then :class:`ClientGone` is raised. Leaving the iteration early is
+    leaving the job (``Job.leave``).
     """
     heard = looked = time.monotonic()
     try:
@@ -63,4 +63,4 @@ def events(job, gone, silence=None):
                 heard = now
                 yield None
     finally:
-        job.cancel()
+        job.leave()

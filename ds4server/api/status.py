@@ -1,8 +1,14 @@
-"""``GET /v1/models[/id]``, ``/health`` and ``/v1/stats``. None of them ever waits for the engine."""
+"""``GET /v1/models[/id]``, ``/health``, ``/v1/stats`` and ``/metrics``. None of them ever waits for the engine, none changes a
+counter."""
 
+import os
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
+from .. import host, metrics
+from ..lanes import REASONS
 from .errors import ApiError
 
 SUPPORTED = ["tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream",
@@ -64,21 +70,54 @@ class Health(_Get):
 class Stats(_Get):
     def on_get(self, req, resp):
         service = self._service
-        counts, waiting, busy, last = service.engine.snapshot()
-        done = sum(counts[name] for name in ("completed", "failed", "canceled"))
+        seen, recent = look(service), service.engine.recent()
         resp.media = {
-            "uptime_seconds": round(time.monotonic() - service.started, 3),
+            "uptime_seconds": round(seen.uptime, 3),
             "version": service.version,
             "model": service.model_id,
-            "requests": {
-                "started": counts["started"], "completed": counts["completed"], "failed": counts["failed"],
-                "canceled": counts["canceled"], "inflight": counts["started"] - done,
-            },
-            "routes": {name.removeprefix("route."): n for name, n in counts.items() if name.startswith("route.")},
-            "sheds": {name.removeprefix("shed."): n for name, n in counts.items() if name.startswith("shed.")},
-            "queue_depth": waiting,
-            "banks": {"total": service.plan.effective["max_seqs"], "busy": int(busy),
-                      "resident": service.plan.effective["resident_banks"]},
-            "tokens": {name: counts[name] for name in ("prefill_computed", "prefill_cached", "decoded")},
+            "requests": {name: seen.count(name) for name in ("started", *metrics.OUTCOMES)} | {"inflight": seen.inflight},
+            "routes": {f"{surface}_{lane}": n for (surface, lane), n in seen.routes.items()},
+            "route_decisions": seen.by("decision", REASONS),
+            "think_modes": seen.by("think", metrics.THINK_MODES),
+            "sheds": seen.by("shed", metrics.SHEDS),
+            "clients": seen.clients,
+            "queue_depth": seen.waiting,
+            "inflight_body_bytes": seen.body_bytes,
+            "banks": {"total": len(seen.banks), "busy": seen.running, "warm": sum(bank["reusable"] for bank in seen.banks),
+                      "items": seen.banks},
+            "tokens": {name: seen.count(name) for name in ("prefill_computed", "prefill_cached", "decoded")}
+            | {"speculation": seen.by("spec", ("drafted", "accepted"))},
+            "cache": {"entries": seen.records, "bytes": seen.disk_bytes, "budget_bytes": seen.disk_budget,
+                      "hits": seen.store.get("hits", 0), "misses": sum(seen.misses.values()), "misses_by_reason": seen.misses},
+            "memory": memory(),
             "serving": service.plan.as_json(),
-        } | ({"last_request": last} if last else {})  # fmt: skip
+            "recent": recent,
+        } | ({"last_request": recent[0]} if recent else {})  # fmt: skip
+
+
+class Metrics(_Get):
+    def on_get(self, req, resp):
+        resp.content_type = metrics.CONTENT_TYPE
+        resp.data = metrics.render(look(self._service), self._service.durations)
+
+
+def look(service):
+    """What a running server has counted, at this moment: :class:`metrics.Seen`."""
+    engine = service.engine
+    counts, waiting, running, _ = engine.snapshot()
+    store = {}
+    if engine.store is not None:
+        records, size = engine.store.usage()
+        store = {"store": dict(engine.store.counts), "records": records, "disk_bytes": size, "disk_budget": engine.store.budget}
+    return metrics.Seen(
+        counts, time.monotonic() - service.started, waiting, running, engine.banks(), engine.body_bytes, service.clients(),
+        **store,
+    )  # fmt: skip
+
+
+def memory(proc=Path("/proc")):
+    """Bytes that this process has resident and that the machine could still give, each where the system tells."""
+    found = {"available": host.available(proc)}
+    with suppress(OSError, ValueError, IndexError):  # not every system has the file
+        found["resident"] = int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {f"{name}_bytes": n for name, n in found.items() if n is not None}

@@ -109,3 +109,22 @@ def check_turn(model, conversation, reuser, messages, tools, options, before):
         assert np.array_equal(state.logits, model.prefill(model.new_state(), ids))
     reuser.retire(admission.bank)
     return ids
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_the_opening_is_what_other_conversations_share(conversation, tools):
+    """The tokens up to it are those of every conversation with the same instructions, and it ends where the question begins."""
+    system = [{"role": "system", "content": "Answer with the tide table. " * 3}]
+
+    def ids_of(*questions):
+        messages = [*system, {"role": "user", "content": questions[0]}]
+        for question in questions[1:]:
+            messages += [{"role": "assistant", "content": "04:10"}, {"role": "user", "content": question}]
+        ids = conversation.encode(conversation.render(messages, tools, Options(thinking=False)))
+        return ids, conversation.opening(messages, tools, Options(thinking=False), ids)
+
+    first, at = ids_of("Husum?")
+    other, _ = ids_of("Wremen!", "And then?")
+    assert first[:at] == other[:at] and first[at] != other[at]
+    assert ids_of("Husum?", "And then?")[1] == at == ids_of(".")[1]
+    assert conversation.opening([{"role": "assistant", "content": "04:10"}], None, Options(), first) is None

@@ -29,11 +29,11 @@ class Server:
         return httpx.get(f"{self.url}/v1/stats").json()
 
 
-def launch(*flags, backend="numpy"):
-    """Start a server on a free port and wait until it listens."""
+def launch(*flags, backend="numpy", stdout=None):
+    """Start a server on a free port and wait until it listens. ``stdout``: a file for it."""
     command = [sys.executable, "-m", "ds4server", "--port", "0", "--backend", backend, *flags]
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env))
+    server = Server(subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env))
     listening = threading.Event()
 
     def read():

@@ -233,8 +233,8 @@ def test_a_waiting_stream_is_told_and_kept_alive(server):
         pieces = running.iter_raw()  # kept: closing the iterator closes the connection
         next(pieces)
         with httpx.stream("POST", server.url + PATH, json=HELLO | {"stream": True, "max_tokens": 1}, timeout=60) as waiting:
-            seen = ""
-            for piece in waiting.iter_text():
+            seen, comments = "", waiting.iter_text()  # kept, too
+            for piece in comments:
                 seen += piece
                 if seen.count(": keep-alive\n") == 2:
                     break
@@ -282,7 +282,7 @@ def test_stats_tell_what_happened(server, api):
     last = stats["last_request"]
     assert last["completion_tokens"] == 3 and last["effective_lane"] == "serial"
     assert last["request_id"] == answer.headers["x-request-id"]
-    assert stats["serving"]["effective"]["backend"] in ("reference", "jax")
+    assert stats["serving"]["effective"]["backend"] == "reference"
     assert "Hello" not in json.dumps(stats)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from ds4ref import tiny
 from ds4server import backend
-from ds4server.cli import main, model_id, parser
-from ds4server.plan import resolve
+from ds4server.cli import main, model_id
+from ds4server.options import parser
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,6 @@ def model(tmp_path_factory):
         (["--chdir", "/no/such/folder"], "--chdir /no/such/folder"),
         (["--tokens", "-1"], "--tokens must be at least 0"),
         (["--sse-keepalive-seconds", "0"], "--sse-keepalive-seconds must be greater than 0"),
-        (["--host", "256.0.0.1"], "256.0.0.1"),
     ],
 )
 def test_mistakes(model, capsys, flags, sentence):
@@ -39,27 +38,30 @@ def test_a_backend_that_is_not_there(model, capsys, monkeypatch):
     assert "--backend jax cannot run this file: JAX is not installed" in capsys.readouterr().err
 
 
+def test_an_address_of_another_machine(model, capsys):
+    assert main(["-m", str(model), "--backend", "numpy", "--host", "256.0.0.1"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "ds4server: --host 256.0.0.1 is no address of this machine"
+
+
 def test_a_missing_model(capsys):
-    assert main(["-m", "none.gguf"]) == 2
-    assert capsys.readouterr().err == "ds4server: none.gguf: no such file\n"
+    assert main(["-m", "none.gguf"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "ds4server: none.gguf: no such file"
 
 
 def test_backend_choice():
     assert backend.choose("numpy", "deepseek4").name == "reference"
     absent = backend.choose("auto", "deepseek4", jax_installed=False)
-    assert absent.name == "reference" and "JAX is not installed" in absent.reason
+    assert absent.name == "reference" and absent.fell_back and "JAX is not installed" in absent.reason
     unknown = backend.choose("auto", "deepseek4", jax_installed=True, jax_families=frozenset())
     assert unknown.name == "reference" and "ds4jax does not implement architecture 'deepseek4' yet" in unknown.reason
-    assert backend.choose("auto", "x", jax_installed=True, jax_families={"x"}).name == "jax"
-    with pytest.raises(backend.BackendError, match="JAX is not installed"):
-        backend.choose("jax", "deepseek4", jax_installed=False)
-
-
-def test_the_plan_says_what_is_in_effect():
-    chosen = backend.choose("auto", "deepseek4", jax_installed=False)
-    plan = resolve(family="deepseek4", ctx=100, context_cap=200, backend_requested="auto", backend=chosen, toy=True)
-    assert plan.as_json()["effective"]["backend"] == "reference" and not plan.errors
-    assert [issue["code"] for issue in plan.as_json()["issues"]] == ["backend_absent", "artifact_unqualified"]
+    here = {"jax_installed": True, "jax_families": {"x"}, "platform": "metal"}
+    assert backend.choose("auto", "x", **here).name == backend.choose("jax", "x", **here).name == "metal"
+    assert backend.choose("cuda", "x", **here) == backend.Backend(
+        "cuda", "JAX is installed and ds4jax runs this family", "metal"
+    )
+    for word in ("jax", "cpu"):
+        with pytest.raises(backend.BackendError, match="JAX is not installed"):
+            backend.choose(word, "deepseek4", jax_installed=False)
 
 
 @pytest.mark.parametrize(

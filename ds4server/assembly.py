@@ -1,0 +1,147 @@
+"""From a plan to the parts that carry it out: the lanes, the schedule, the banks' memory and the disk store of one process.
+
+Every option of the plan that the engine acts on is read here and nowhere else.
+"""
+
+from functools import cache
+from math import prod
+
+from ds4ref import snapshots
+
+from . import banks, capabilities, host, identity, kvpolicy, pricing
+from .evidence import RESIDENT_BANKS
+from .keeper import Keeper
+from .kvstore import Form, Store
+from .lanes import SWITCHES, Environment
+from .scheduler import Schedule
+
+
+def slots(plan):
+    """Sequences that are resident: those that serve at once, and where that is one, another that is kept for reuse."""
+    return max(plan.effective["max_seqs"], RESIDENT_BANKS)
+
+
+def environment(request, plan, row):
+    """The :class:`lanes.Environment` of a plan."""
+    effective = plan.effective
+    return Environment(
+        driver=effective["bank_driver"],
+        width=effective["max_seqs"],
+        off=request.width == "off",
+        capacity=effective["ctx"],
+        media_serial=row.media_serial,
+        serial_speculation=row.spec_lane == "serial" and effective["mtp_mode"] != "off",
+        serial_surfaces=frozenset(SWITCHES[name] for name in request.serial_surfaces),
+    )
+
+
+def schedule(plan):
+    """The :class:`Schedule` of a plan."""
+    return Schedule(plan.effective["sched_chunk"], plan.effective["sched_chunk_live"])
+
+
+def memory(plan, model, count):
+    """The :class:`banks.Memory` of ``count`` sequences that grow, or None where the backend allocates them at the start."""
+    effective = plan.effective
+    if effective["backend"] != "reference":
+        return None
+
+    @cache
+    def price(tokens):
+        return pricing.price(model.layout, tokens, vocabulary=model.vocabulary, grown=True).per_bank if tokens else 0
+
+    def free():
+        return host.memory(effective["backend"]).available
+
+    return banks.Memory(price, free, count * price(effective["ctx"]), effective["mem_floor_gb"] << 30)
+
+
+def engine_options(request, plan, row, model, count):
+    """What :class:`engine.Engine` takes beside the model, its banks and the disk. count: banks."""
+    return {
+        "max_queue": request.max_queue,
+        "max_bytes": request.max_queue_bytes,
+        "max_age": request.max_queue_age,
+        "env": environment(request, plan, row),
+        "schedule": schedule(plan),
+        "memory": memory(plan, model, count),
+        "grouped": plan.effective["decode_execution"] == "grouped",
+        "coalesce_ms": request.coalesce_wait_ms,
+    }
+
+
+# The disk store
+
+
+def keeper(request, plan, row, model, reuser, tokenizer, digest):
+    """The :class:`Keeper` of a plan: with the store that it names, or with none, also where the plan is refused. StoreError.
+
+    digest: of the process's identity (:mod:`identity`).
+    """
+    opts = policy(request, plan)
+    store = None
+    if plan.effective["disk"] and not plan.errors:
+        form = Form(
+            family=family_number(row.key), quant_bits=quant_bits(model.artifact), context=request.ctx, layout=model.layout,
+            identity=snapshots.Identity.of(model),
+        )  # fmt: skip
+        store = Store.open(request.disk_dir, request.disk_mb << 20, form, opts, digest)
+    return Keeper(store, reuser, text_of(tokenizer), opts, request.partial_min, request.disk_partial, request.bank_checkpoint)
+
+
+def policy(request, plan):
+    """The :class:`kvpolicy.Options` that a request asks for."""
+    return kvpolicy.Options(
+        min_tokens=request.disk_min, cold_max=request.disk_cold_max, continued_interval=request.disk_continued,
+        trim=request.disk_trim, align=request.disk_align, persist_min=plan.effective["bank_persist_min_tokens"],
+        reject_different_quant=request.disk_same_quant,
+    )  # fmt: skip
+
+
+def family_number(key):
+    """A family as records name it: its place in the table, which only grows at the end."""
+    return 1 + [family["key"] for family in capabilities.table()["families"]].index(key)
+
+
+def quant_bits(artifact):
+    """Bits of a weight of the routed experts, of all matrices where there are none; 1 to 32."""
+    tensors = [tensor for tensor in artifact.tensors.values() if len(tensor.shape) >= 2]
+    experts = [tensor for tensor in tensors if "_exps." in tensor.name] or tensors
+    numbers = sum(prod(tensor.shape) for tensor in experts)
+    return min(32, max(1, round(8 * sum(tensor.nbytes for tensor in experts) / max(1, numbers))))
+
+
+def text_of(tokenizer):
+    """A function from token ids to the bytes of their entries, specials included; ids that the vocabulary does not name have
+    none."""
+    names = tokenizer.vocab_size
+
+    @cache
+    def entry(token):
+        return tokenizer.token_bytes(token) if token < names else b""
+
+    return lambda tokens: b"".join(map(entry, tokens))
+
+
+class Watch:
+    """Whether what a process computes with stays the same while its model is opened: made before, asked after."""
+
+    def __init__(self, artifact):
+        self._files = {"model": artifact.shards}
+        self._before = identity.take(self._files, {})
+
+    def digest(self, settings):
+        """(the digest of the identity with ``settings``, None), or (None, what has changed, one sentence). IdentityError."""
+        changed = identity.changed(self._before, identity.take(self._files, {}))
+        return (None, changed) if changed is not None else (identity.take(self._files, settings).digest, None)
+
+
+SETTINGS = (
+    "backend", "layout", "ctx", "max_seqs", "native_chunk", "sched_chunk", "sched_chunk_live", "bank_driver", "mtp_mode",
+    "mtp_weights", "mtp_draft", "tensor_parallel", "pipeline_parallel",
+)  # fmt: skip
+
+
+def settings(plan, dtype):
+    """What decides about a state beside the files, as JSON values. dtype: of the arithmetic."""
+    return {name: plan.effective[name] for name in SETTINGS} | {"dtype": dtype}

@@ -1,0 +1,180 @@
+"""The facts that a plan is resolved from: what files and the host tell before a model is opened, and the engine after.
+
+Before: of the model file only its header (metadata and tensor directory) is read, and samples for its fingerprint; no
+weights, no device. Everything that is found is a ``plan.Facts`` or a sentence in it.
+"""
+
+from dataclasses import dataclass, replace
+
+from ds4ref import families
+from ds4ref.conversation import Conversation
+from ds4ref.gguf import Artifact, ArtifactError
+from ds4ref.reuse import SLOTS, needs_checkpoints
+from ds4ref.weights import CACHE_BYTES, check
+
+from . import backend as backends
+from . import capabilities, chunks, host, kvstore, pricing
+from .owner.fingerprint import Logical, fingerprint
+from .plan import Facts
+from .quote import Budgets
+
+RESIDENT_BANKS = 2  # sequences kept for reuse where there is no bank lane: a conversation and whatever is asked beside it
+DEVICE_CHUNK = 256  # rows of a forward pass on JAX where neither flag nor variable names them
+
+
+@dataclass
+class Found:
+    """What is known before open. row and artifact are None where no GGUF of a known family was identified; failure then says
+    why, one sentence. config: the family's; backend: ``backend.Backend`` or None."""
+
+    facts: Facts
+    row: capabilities.Row | None = None
+    artifact: Artifact | None = None
+    config: object = None
+    backend: backends.Backend | None = None
+    failure: str | None = None
+
+
+def before_open(request, path, toy=False, unread=()):
+    """:class:`Found` for a request and the model file it leads to. BackendError where ``--backend`` cannot be had.
+
+    toy: the file is the package's own noise. unread: sentences about variables that this product does not act on.
+    """
+    try:
+        artifact = Artifact.open(path)
+        families.of(artifact)
+    except ArtifactError as error:
+        return _unidentified(str(error), unread)
+    key = capabilities.architectures()[artifact.architecture]
+    backend = backends.choose(request.backend, artifact.architecture)
+    row = capabilities.product(key, backend.name)
+    config, problem = _config(artifact, request)
+    told, because = {"artifact_ok": problem is None}, {"artifact_ok": problem}
+    if request.backend == "auto" and backend.fell_back:
+        because["platform"] = backend.reason
+    told["artifact_qualified"] = not toy and _fingerprint(artifact) in capabilities.artifacts(key, backend.name)
+    if toy:
+        because["artifact_qualified"] = "no -m was given: serving the embedded random toy, whose answers are noise"
+    for fact, problem in (*_sidecars(request, artifact), *_disk(request)):
+        told[fact], because[fact] = problem is None, problem
+    if request.eos_policy != "model":
+        told["has_eos"] = _has_eos(artifact)
+    if config is not None:
+        told["capacity"] = getattr(config, "context_cap", config.context)
+        told["native_chunk"] = _native(request, row, backend)
+        if request.ctx > 0:
+            told["budgets"] = _budgets(request, row, artifact, config, backend, told["native_chunk"] or 1)
+    facts = Facts(
+        **told, platform=backend.platform, ipc_pending=request.manifest is not None, unread=tuple(unread),
+        because={fact: why for fact, why in because.items() if why is not None},
+    )  # fmt: skip
+    return Found(facts, row, artifact, config, backend)
+
+
+def _unidentified(failure, unread):
+    return Found(Facts(platform=backends.platform(), unread=tuple(unread), because={"family": failure}), failure=failure)
+
+
+def _config(artifact, request):
+    """(the family's config, None), or (the config or None, what is amiss)."""
+    family = families.of(artifact)
+    options = {"context": request.ctx} if "context" in family.OPTIONS and request.ctx > 0 else {}
+    try:
+        config = family.Config.from_metadata(artifact, **options)
+    except ArtifactError as error:
+        return None, str(error)
+    problems = check(artifact, *family.tensors(config))
+    return config, f"{artifact.path.name}: {problems[0]}" if problems else None
+
+
+def _sidecars(request, artifact):
+    """(fact, why it does not attach) of every sidecar that is named. This version runs none, so a good file attaches no more
+    than a bad one."""
+    for fact, path, what in (
+        ("mtp_path_ok", request.mtp, "draft sidecars"),
+        ("vision_path_ok", request.vision, "image encoders"),
+        ("dspark_ok", request.dspark, "drafters"),
+    ):
+        if path is not None:
+            try:
+                Artifact.open(path).close()
+                yield fact, f"{path}: {what} of {artifact.architecture} are not run by this version"
+            except ArtifactError as error:
+                yield fact, str(error)
+
+
+def _disk(request):
+    """Whether the disk directory that is named can be used: ("disk_ready", why not or None)."""
+    if request.disk_dir is not None:
+        try:
+            kvstore.check(request.disk_dir)
+            yield "disk_ready", None
+        except kvstore.StoreError as error:
+            yield "disk_ready", str(error)
+
+
+def _fingerprint(artifact):
+    logical = Logical.of(artifact.shards)
+    return fingerprint(logical.nbytes, logical.read)
+
+
+def _has_eos(artifact):
+    """Whether there is a token that ends an answer; None where the file's vocabulary or template cannot be used."""
+    try:
+        return bool(Conversation(artifact).end_ids)
+    except ArtifactError:
+        return None
+
+
+def _native(request, row, backend):
+    """Rows of one forward pass as they will be allocated. The reference computes one token at a time, so that for it a chunk is
+    only a yield and nothing bounds it."""
+    if backend.name == "reference":
+        return None
+    return max(1, min(chunks.requested_native(request, row) or row.native_prefill.default or DEVICE_CHUNK, max(1, request.ctx)))
+
+
+def _budgets(request, row, artifact, config, backend, native):
+    """The :class:`Budgets` of serving this artifact. The states that are resident for reuse count as the serial session's."""
+    family = families.of(artifact)
+    layout = family.layout(config)
+    reference = backend.name == "reference"
+    price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, native=0, grown=reference)
+    partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
+    memory = host.memory(backend.name)
+    several = row.banks == "persistent" or (request.named_width or 1) >= RESIDENT_BANKS
+    session = 0 if several and row.banks != "serial" else (RESIDENT_BANKS - 1) * price.per_bank
+    scratch = pricing.activations(artifact, native) + (pricing.dequantized(artifact, CACHE_BYTES) if reference else 0)
+    return Budgets(
+        available=memory.available,
+        shared_weights=pricing.weights(artifact),
+        per_bank=price.per_bank,
+        scratch=scratch + session,
+        checkpoint_pool=price.pool(SLOTS) if partial else 0,
+        domain=memory.domain,
+        host_available=memory.host_available,
+    )
+
+
+def after_open(found, model, reuser, layout, serving=None):
+    """The facts of ``found`` with what the opened engine tells: its memory, its chunk, its checkpoints. serving: banks that
+    serve at once (default: all)."""
+    device = found.backend.name != "reference"
+    fitted = 1 if found.row.banks == "serial" else serving or len(reuser.banks)
+    facts, budgets = found.facts, found.facts.budgets
+    if budgets is not None:
+        memory = host.memory(found.backend.name)
+        budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
+    return replace(
+        facts,
+        ipc_pending=False,
+        budgets=budgets,
+        mapped_weights=pricing.weights(found.artifact) if device else 0,
+        banks_fitted=fitted if device else None,
+        partial_reuse=reuser.pool.slots > 0 or not needs_checkpoints(model.layout),
+        mtp_loaded=False,
+        capacity=min(found.facts.capacity, model.context_cap),
+        native_chunk=model.chunk if device else None,
+        layout=layout,
+        decode_execution="grouped" if device else "ordered",
+    )

@@ -1,0 +1,164 @@
+"""When states go to disk and come back (section 14.4 of the serving contract): a :class:`kvstore.Store` beside the banks.
+
+A serial request saves a *cold* prompt and *continued* frontiers while its state stands there, and its bank an *evict* record
+when another request takes it over; a request of the bank lanes is written when it retires (*bank-checkpoint*) or its bank is
+taken over (*bank-evict*). What is resident at a clean end is written as *shutdown* and *bank-shutdown*. Nothing is ever
+computed again for it.
+
+The key of a record is the text of its tokens, specials included: the bytes of the vocabulary's entries, one after another. With
+byte-level vocabularies that is the rendered prompt, and the answer as it was sampled. A prefix of the tokens has a prefix of
+the text, which is all that finding a record needs; tokens decide.
+
+Knows nothing about jobs or threads; called by the engine's thread alone.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds4ref.reuse import MINIMUM, MISMATCH, needs_checkpoints
+
+from . import banks, kvpolicy
+from .kvrecord import Reason
+from .kvstore import Miss, Query, Saved
+
+log = logging.getLogger("ds4server")
+DEFAULTS = kvpolicy.Options()
+
+
+@dataclass
+class _Note:
+    """What is known about a bank. serial: whether a serial request used it last; saved: the last position that was saved or
+    loaded; cold: the position of a cold save that is due; mark: one that the next turn is expected to share."""
+
+    serial: bool = True
+    saved: int = 0
+    cold: int | None = None
+    mark: int | None = None
+
+
+class Keeper:
+    """Writes and reads records for the banks of ``reuser``.
+
+    store: None where there is no disk; text_of: token ids → bytes; options: ``kvpolicy.Options``; partial_min: least common
+    prefix of a record that is cut; partial: whether records may be cut; checkpoints: whether retiring banks are written.
+    """
+
+    def __init__(self, store, reuser, text_of, options=DEFAULTS, partial_min=MINIMUM, partial=True, checkpoints=True):
+        self.store, self._reuser, self.text_of, self._options = store, reuser, text_of, options
+        mode = reuser.policy.mode
+        self._off = store is None or mode == "off"
+        self._partial_min, self._cuts = partial_min, partial and mode == "partial"
+        self._checkpoints = checkpoints
+        self._layout = reuser.banks[0].state.layout
+        self._notes = {}
+
+    def restore(self, prompt, text, resident, bank):
+        """(the bank that now holds a record with more than ``resident`` tokens of the prompt, None), or (None, why nothing was
+        found or None). bank: whether a request of a bank lane asks."""
+        if self._off:
+            return None, None
+        query = Query(text, prompt, self._cuts, self._partial_min, bank, resident=resident)
+        found = self.store.restore(query)
+        if isinstance(found, Miss):
+            return None, found.reason
+        place = self._reuser.room(len(found.snapshot.tokens))
+        if place is None:
+            return None, None  # usable, but every bank is worth more
+        self.displaced(place)
+        try:
+            self._reuser.adopt(found.snapshot, found.key_text)
+        except ValueError as error:
+            log.warning("a record was not used: %s", error)
+            return None, MISMATCH
+        self._notes[place] = _Note(saved=len(found.snapshot.tokens))
+        return place, None
+
+    def begin(self, admission, source, serial, marks=(), opening=None):
+        """A request has got its bank, whose state was cut from the bank ``source`` or is empty (None). opening: of the prompt,
+        what every conversation with its system prompt shares. Returns the positions of the prompt to stop at and call
+        ``reached``."""
+        bank, at, end = admission.bank, admission.decision.cached, admission.decision.tokens
+        known = self._notes.get(source)
+        note = _Note(serial, min(known.saved, at) if known else 0, mark=max(marks, default=None))
+        self._notes[bank] = note
+        if self._off or not serial:
+            return ()
+        if at == 0:
+            note.cold = kvpolicy.cold_target(end, self._options, opening)
+        frontiers = kvpolicy.continued_frontiers(max(note.saved, at), end, self._options)
+        return tuple(sorted({*frontiers, *([] if note.cold is None else [note.cold])}))
+
+    def reached(self, bank):
+        """The bank's state has advanced: save it if it stands where a serial request saves."""
+        note = self._notes[bank]
+        if self._off or not note.serial:
+            return
+        n = bank.state.length
+        if n == note.cold:
+            note.cold = None
+            self._save(bank, note, Reason.COLD)
+        step = kvpolicy.continued_step(self._options)
+        if step and n % step == 0 and n > note.saved and n >= self._options.min_tokens:
+            self._save(bank, note, Reason.CONTINUED)
+
+    def retired(self, bank):
+        """A request has given the bank back."""
+        note = self._notes[bank]
+        if self._off or note.serial or not self._checkpoints:
+            return
+        if kvpolicy.checkpoint_due(bank.state.length, note.saved, self._options):
+            self._save(bank, note, Reason.BANK_CHECKPOINT)
+            self._save_mark(bank, note, Reason.BANK_CHECKPOINT)
+
+    def displaced(self, bank):
+        """The bank's sequence is about to be replaced."""
+        self._write(bank, Reason.EVICT, Reason.BANK_EVICT)
+
+    def close(self):
+        """The process ends: write what is resident."""
+        for bank in self._reuser.banks:
+            self._write(bank, Reason.SHUTDOWN, Reason.BANK_SHUTDOWN)
+
+    def forget(self, bank):
+        """The bank was emptied after a failure."""
+        self._notes.pop(bank, None)
+
+    def _write(self, bank, serial_reason, bank_reason):
+        note, n = self._notes.get(bank), bank.state.length
+        if self._off or note is None or n == note.saved:
+            return
+        least = self._options.min_tokens
+        if n >= least if note.serial else kvpolicy.bank_persists(n, self._options):
+            reason = serial_reason if note.serial else bank_reason
+            self._save(bank, note, reason)
+            self._save_mark(bank, note, reason)
+
+    def _save(self, bank, note, reason):
+        """Write the bank's state as it stands."""
+        tokens = bank.state.tokens
+        if self._saved(tokens, bank.state.snapshot(), reason):
+            note.saved = len(tokens)
+
+    def _save_mark(self, bank, note, reason):
+        """Write the state at the position that the next turn will share, under its own text, where the whole sequence would not
+        serve that turn."""
+        n, tokens, policy = note.mark, bank.state.tokens, self._options
+        if n is None or not policy.min_tokens <= n < len(tokens) or (reason.bank and not kvpolicy.bank_persists(n, policy)):
+            return
+        if self._cuts and not needs_checkpoints(self._layout):
+            return  # the record of the whole sequence can be cut there
+        checkpoint = self._reuser.pool.best(np.array(tokens, np.int64), n)
+        if checkpoint is not None and len(checkpoint.tokens) != n:
+            checkpoint = None
+        snapshot = banks.cut(bank.state.snapshot(), n, self._layout, checkpoint)
+        if snapshot is not None:
+            self._saved(tokens[:n], snapshot, reason)
+
+    def _saved(self, tokens, snapshot, reason):
+        result = self.store.save(self.text_of(tokens), snapshot, reason)
+        if isinstance(result, Saved):
+            return True
+        log.debug("%s record of %d tokens: %s", reason.name.lower(), len(tokens), result.reason)
+        return False
