@@ -17,7 +17,7 @@ from jax import lax
 
 from .indexer import Chosen
 from .state import View, visible
-from .weights import dequantize
+from .weights import batched_linear
 
 HIDDEN = -1e30  # a score that takes no probability; finite, so that a row without any visible key stays finite
 BLOCK = 256  # rows read at once: a block of keys and values stays in the cache of a core
@@ -77,12 +77,11 @@ def attend_latent(q, q_rot, keys, values, k_b, v_b, scale, **seen):
     values: View of rows whose first r channels are the latent; keys: View of latent and rotated key beside each other (or a
     tuple of two views), which q_rot [B, T, H, n] meets; None where the family rotates nothing. seen: see :class:`Seen`.
     """
-    query = jnp.einsum("bthd,hrd->bthr", q, dequantize(k_b))
+    query = batched_linear(k_b, q)
     if q_rot is not None:
         query = jnp.concatenate([query, q_rot], axis=-1)
-    expand = dequantize(v_b)
-    mixed = attend(query, Seen(keys, values, **seen), scale=scale)[..., : expand.shape[-1]]
-    return jnp.einsum("bthr,hvr->bthv", mixed, expand)
+    mixed = attend(query, Seen(keys, values, **seen), scale=scale)[..., : v_b.shape[-1]]
+    return batched_linear(v_b, mixed)
 
 
 def _attend(q, start, count, seen, scale, sinks):

@@ -13,7 +13,6 @@ the family carries from layer to layer (a pytree).
 import dataclasses
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -154,10 +153,10 @@ class Plan:
         return x, after
 
 
-def of_layers(plan, arrays):
-    """Walk the state: (layer number, component name, kind, arrays of that layer [banks, …])."""
-    for run, layouts, places in zip(plan.runs, plan.layouts, arrays, strict=True):
+def of_layers(plan):
+    """Walk the state: (layer number, component name, kind, (run, place, layer of the stack)) of every component."""
+    for r, (run, layouts) in enumerate(zip(plan.runs, plan.layouts, strict=True)):
         for j, layout in enumerate(layouts):
             for l, i in enumerate(run.members(j)):
                 for name, kind in layout.items():
-                    yield i, name, kind, jax.tree.map(lambda a, l=l: a[l], places[j][name])
+                    yield i, name, kind, (r, j, l)

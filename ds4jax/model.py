@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ds4ref import families as reference_families
 from ds4ref.gguf import Artifact, ArtifactError
@@ -61,6 +62,7 @@ class Model:
         banks=1,
         dtype="float32",
         layout="cpu",
+        profile=None,
         chunk=256,
         sizes=SIZES,
         least_bucket=LEAST_BUCKET,
@@ -69,13 +71,14 @@ class Model:
     ):
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
-        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`. chunk: tokens per call in prefill;
-        sizes and least_bucket: chunk sizes and the shortest length of the past that programs are compiled for (fewer means
-        fewer programs and more padding). did: called for every tensor loaded.
+        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`. profile: of
+        :mod:`ds4jax.primitives`, that of the device where None. chunk: tokens per call in prefill; sizes and least_bucket:
+        chunk sizes and the shortest length of the past that programs are compiled for (fewer means fewer programs and more
+        padding). did: called for every tensor loaded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; {' or '.join(DTYPES)} is accepted")
-        self.artifact, self.profile = artifact, primitives.profile()
+        self.artifact, self.profile = artifact, profile or primitives.profile()
         self.family = reference_families.of(artifact)
         self.arithmetic = families.of(artifact)
         if "context" in self.family.OPTIONS:
@@ -96,7 +99,8 @@ class Model:
             "top": {name: pack(tensor, layout, _operands([tensor], dtype)) for name, tensor in top.items()},
             "layers": self.plan.load(tensors, lambda stack: pack_stack(stack, layout, _operands(stack, dtype)), did),
         }
-        self._arrays = self.plan.allocate(banks, context, jnp.dtype(dtype))
+        self.rows_in = jnp.dtype(dtype)
+        self._arrays = self.plan.allocate(banks, context, self.rows_in)
         self._free = list(range(banks))
         self._programs = {}
         self._host = Weights(artifact, np.float32, cache_bytes=0)
@@ -297,11 +301,20 @@ class Bank:
 
     def snapshot(self):
         """This moment as :class:`ds4ref.state.Snapshot`: NumPy arrays that any backend can restore."""
-        components = {}
-        for i, name, kind, arrays in of_layers(self.model.plan, self.model._arrays):
-            made = to_snapshot({name: kind}, {name: arrays}, self.slot, self.length)[name]
-            full = self.model.plan.component(i, name)
-            components[full] = self._trimmed(full, kind, made)
+        return self._taken(lambda kind, key: True)
+
+    def checkpoint(self):
+        """A snapshot without what every longer sequence still holds; see :meth:`ds4ref.state.State.checkpoint`."""
+        return self._taken(_passes)
+
+    def _taken(self, wanted):
+        """A snapshot of the arrays that ``wanted(kind, array name)`` names. Only these leave the device."""
+        model, components = self.model, {}
+        for i, name, kind, (r, j, l) in of_layers(model.plan):
+            held = {key: a for key, a in model._arrays[r][j][name].items() if wanted(kind, key)}
+            entry = {key: _entry(array, l, self.slot) for key, array in held.items()}
+            full = model.plan.component(i, name)
+            components[full] = self._trimmed(full, kind, to_snapshot({name: kind}, {name: entry}, 0, self.length)[name])
         logits = None if self.logits is None else np.array(self.logits)
         return Snapshot(np.array(self.tokens, np.int64), _float32(components), logits)
 
@@ -313,60 +326,71 @@ class Bank:
         count = min(self.length, held, self.length - self._start.get(name, 0))
         return arrays | {key: arrays[key][len(arrays[key]) - count :]}
 
-    def checkpoint(self):
-        """A snapshot without what every longer sequence still holds; see :meth:`ds4ref.state.State.checkpoint`."""
-        whole = self.snapshot()
-        kept = {Rows: (), Compressed: ("pending",)}
-        components = {
-            name: {key: array for key, array in arrays.items() if key in kept.get(type(self.layout[name]), arrays)}
-            for name, arrays in whole.components.items()
-        }
-        return Snapshot(whole.tokens, components, whole.logits)
-
     def resume(self, checkpoint, source):
-        """Become ``checkpoint`` with what it left out copied from ``source``, a bank whose tokens begin with its."""
-        n = len(checkpoint.tokens)
+        """Become ``checkpoint`` with what it left out copied on the device from ``source``: a bank of the same model, this one
+        too, whose tokens begin with the checkpoint's. ValueError, and no change, when they do not or an array does not fit."""
+        n, model = len(checkpoint.tokens), self.model
         if source.tokens[:n] != checkpoint.tokens.tolist():
             raise ValueError(f"the source's tokens do not begin with the {n} of the checkpoint")
-        components = {name: dict(arrays) for name, arrays in checkpoint.components.items()}
-        for name, arrays in source.snapshot().components.items():
-            kind = self.layout[name]
-            if isinstance(kind, Rows):
-                components[name]["rows"] = arrays["rows"][:n]
-            elif isinstance(kind, Compressed):
-                components[name]["blocks"] = arrays["blocks"][: n // kind.ratio]
-        self.restore(Snapshot(checkpoint.tokens, components, checkpoint.logits))
+        state = _float32(checkpoint.components)
+        for name, kind in self.layout.items():
+            _check_checkpoint(name, kind, state.get(name, {}), n)
+        if source.slot != self.slot:
+            model._arrays = _copied(model._arrays, source.slot, self.slot)
+        self._put(checkpoint, state)
+
+    def _put(self, snapshot, state):
+        """Write ``state``, float32 arrays that fit, into the device's and take over the rest of ``snapshot``."""
+        length, model = len(snapshot.tokens), self.model
+        for i, name, kind, (r, j, l) in of_layers(model.plan):
+            held = state[model.plan.component(i, name)]
+            place = model._arrays[r][j][name]
+            for key, value in from_snapshot({name: kind}, {name: held}, length, model.context, model.rows_in)[name].items():
+                if key in held:
+                    place[key] = _written(place[key], value, l, self.slot)
+        self.tokens = snapshot.tokens.tolist()
+        self.logits = None if snapshot.logits is None else snapshot.logits.astype(np.float32)
+        self._start = {}
+        for name, kind in self.layout.items():
+            if _held(kind) is not None:
+                key = "pending" if isinstance(kind, Compressed) else "rows"
+                self._start[name] = length - len(state[name][key])
 
     def restore(self, snapshot):
         """Become ``snapshot``. ValueError, and no change, when it does not belong to this layout."""
         state = _float32(snapshot.components)
         State(self.layout, np.float32).restore(Snapshot(snapshot.tokens, state))  # ds4ref checks it against the layout
-        length, model = len(snapshot.tokens), self.model
-        if length > model.context:
-            raise ValueError(f"a snapshot of {length} tokens exceeds the context of {model.context}")
-        arrays = jax.tree.map(lambda a: a, model._arrays)
-        for r, (run, layouts) in enumerate(zip(model.plan.runs, model.plan.layouts, strict=True)):
-            for j, layout in enumerate(layouts):
-                for l, i in enumerate(run.members(j)):
-                    for name, kind in layout.items():
-                        held = state[model.plan.component(i, name)]
-                        filled = from_snapshot({name: kind}, {name: held}, length, model.context)[name]
-                        place = arrays[r][j][name]
-                        arrays[r][j][name] = {
-                            key: place[key].at[l, self.slot, : len(value)].set(value) for key, value in filled.items()
-                        }
-        model._arrays = arrays
-        self.tokens = snapshot.tokens.tolist()
-        self.logits = None if snapshot.logits is None else snapshot.logits.astype(np.float32)
-        self._start = {}
-        for name, kind in model.layout.items():
-            if _held(kind) is not None:
-                key = "pending" if isinstance(kind, Compressed) else "rows"
-                self._start[name] = length - len(state[name][key])
+        if len(snapshot.tokens) > self.model.context:
+            raise ValueError(f"a snapshot of {len(snapshot.tokens)} tokens exceeds the context of {self.model.context}")
+        self._put(snapshot, state)
 
 
 def _float32(components):
     return {name: {key: np.asarray(a, np.float32) for key, a in arrays.items()} for name, arrays in components.items()}
+
+
+def _passes(kind, key):
+    """Whether a longer sequence no longer holds this array of a component, so that a checkpoint keeps it."""
+    return not isinstance(kind, Rows) and key != "blocks"
+
+
+def _check_checkpoint(name, kind, arrays, n):
+    """ValueError unless ``arrays`` are those of a checkpoint of n tokens."""
+    match kind:
+        case Rows():
+            expected = {}
+        case Ring(window, shape):
+            expected = {"rows": (min(n, window), *shape)}
+        case Recurrent(shape):
+            expected = {"value": shape}
+        case Compressed(_, _, pending, span):
+            expected = {"pending": (min(n, span), *pending)}
+    found = {key: array.shape for key, array in arrays.items()}
+    rows_fit = not isinstance(kind, Recurrent) and all(
+        shape[1:] == expected[key][1:] and shape[0] <= expected[key][0] for key, shape in found.items() if key in expected
+    )
+    if found.keys() != expected.keys() or not (found == expected or rows_fit):
+        raise ValueError(f"component {name!r} of a checkpoint of {n} tokens has arrays {found}, at most {expected} is accepted")
 
 
 def _held(kind):
@@ -383,6 +407,28 @@ def _needed(kind, n):
     return n
 
 
+@jax.jit
+def _entry(stack, layer, slot):
+    """What a stack [R, B, …] holds of one layer and bank: [1, …]."""
+    return lax.dynamic_slice(stack, (layer, slot, *(0,) * (stack.ndim - 2)), (1, 1, *stack.shape[2:]))[0]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written(stack, value, layer, slot):
+    """A stack [R, B, …] with ``value`` […] as that of one layer and bank."""
+    return lax.dynamic_update_slice(stack, value[None, None], (layer, slot, *(0,) * value.ndim))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _copied(arrays, source, target):
+    """The state with what bank ``source`` holds in bank ``target`` too."""
+
+    def copy(stack):
+        return lax.dynamic_update_index_in_dim(stack, lax.dynamic_slice_in_dim(stack, source, 1, 1), target, 1)
+
+    return jax.tree.map(copy, arrays)
+
+
 @partial(jax.jit, donate_argnums=0)
 def _cleared(arrays, slot):
     """Recurrent state starts from zero; every other row is hidden by its position until it is overwritten."""
@@ -390,6 +436,6 @@ def _cleared(arrays, slot):
     def clear(path, array):
         if path[-1].key != "value":
             return array
-        return jax.lax.dynamic_update_index_in_dim(array, jnp.zeros_like(array[:, :1]), slot, 1)
+        return lax.dynamic_update_index_in_dim(array, jnp.zeros_like(array[:, :1]), slot, 1)
 
     return jax.tree_util.tree_map_with_path(clear, arrays)

@@ -15,6 +15,7 @@ r compression ratio.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -414,23 +415,24 @@ def _take(rows, index):
 
 
 def to_snapshot(layout, arrays, bank, length):
-    """ds4ref's component arrays (NumPy) of one bank. arrays: component name → array name → [B, …] of one layer."""
-    out = {}
-    for name, kind in layout.items():
-        held = {key: np.asarray(_widened(value[bank])) for key, value in arrays[name].items()}
-        if not isinstance(kind, kinds.Recurrent):
-            held = {key: np.moveaxis(value, -2, 0) for key, value in held.items()}
-        match kind:
-            case kinds.Rows():
-                out[name] = {"rows": np.array(held["rows"][:length], order="C")}
-            case kinds.Ring(window):
-                out[name] = {"rows": _in_order(held["rows"], length, min(length, window))}
-            case kinds.Recurrent():
-                out[name] = {"value": held["value"]}
-            case kinds.Compressed(ratio, _, _, span):
-                pending = _in_order(held["pending"], length, min(length, span))
-                out[name] = {"blocks": np.array(held["blocks"][: length // ratio], order="C"), "pending": pending}
-    return out
+    """ds4ref's component arrays (NumPy) of one bank. arrays: component name → array name → [B, …] of one layer, all of a
+    component's or some."""
+    return {
+        name: {key: _taken(kind, key, np.asarray(_widened(value[bank])), length) for key, value in arrays[name].items()}
+        for name, kind in layout.items()
+    }
+
+
+def _taken(kind, key, held, length):
+    if isinstance(kind, kinds.Recurrent):
+        return held
+    rows = np.moveaxis(held, -2, 0)
+    if key == "blocks":
+        return np.array(rows[: length // kind.ratio], order="C")
+    if isinstance(kind, kinds.Rows):
+        return np.array(rows[:length], order="C")
+    most = kind.window if isinstance(kind, kinds.Ring) else kind.span
+    return np.array(rows[np.arange(length - min(length, most), length) % len(rows)], order="C")
 
 
 def from_snapshot(layout, components, length, context, dtype=np.float32):
@@ -452,10 +454,7 @@ def from_snapshot(layout, components, length, context, dtype=np.float32):
     return out
 
 
+@cache
 def allocate_shapes(kind, context, dtype=np.float32):
     """Shapes that :func:`allocate` gives for one layer and one bank, without allocating: array name → ShapeDtypeStruct."""
     return jax.eval_shape(lambda: allocate(kind, 1, 1, context, dtype))
-
-
-def _in_order(slots, length, count):
-    return np.array(slots[np.arange(length - count, length) % len(slots)], order="C")

@@ -61,6 +61,7 @@ def programs(tmp_path_factory):
             step("prefill", 1, CHUNK),
             step("verify", 1, CHUNK, every=True),
             Program("clear", device._cleared, (arrays, 3)),
+            Program("copy", device._copied, (arrays, 3, 1)),
         ]
         return {program.name: program for program in every}
 

@@ -92,12 +92,12 @@ def test_one_experts_matrix_names_the_tokens_it_serves(tmp_path):
 
 
 def test_a_wrong_operation_of_one_kind_is_the_kinds(tmp_path, monkeypatch):
-    right = exaone_moe.visible
+    right = exaone_moe.Seen
 
-    def one_short(view, positions, window=None):
-        return right(view, positions, None if window is None else window - 1)
+    def one_short(keys, values, window=None):
+        return right(keys, values, None if window is None else window - 1)
 
-    monkeypatch.setattr(exaone_moe, "visible", one_short)
+    monkeypatch.setattr(exaone_moe, "Seen", one_short)
     model, tokens, reference = opened("exaone-moe", tmp_path)
     blocks = judged(model, tokens, reference)
     sliding = [f"block {i}" for i, local in enumerate(model.config.sliding[: model.config.layers]) if local]

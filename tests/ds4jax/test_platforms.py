@@ -133,12 +133,12 @@ def refused(function, *arguments):
     return problems
 
 
-STEPS = ("decode 1 bank", "decode 4 banks", "prefill", "verify", "clear")
+STEPS = ("decode 1 bank", "decode 4 banks", "prefill", "verify", "clear", "copy")
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_metal_programs_hold_what_metal_has(programs, architecture):
-    model = programs(architecture)
+    model = programs(architecture, profile="metal")
     assert {step: refused(model[step].fresh(), *model[step].arguments) for step in STEPS} == dict.fromkeys(STEPS, set())
 
 
@@ -206,7 +206,7 @@ STABLEHLO = (
 
 @pytest.mark.parametrize("architecture", ["deepseek4", "inkling", "naive_n05_flash", "qwen4exp"])
 def test_metal_programs_lower_to_what_jax_mps_executes(programs, architecture):
-    program = programs(architecture)["decode 4 banks"]
+    program = programs(architecture, profile="metal")["decode 4 banks"]
     with primitives.using("metal"):
         text = jax.jit(program.fresh()).trace(*program.arguments).lower(lowering_platforms=("mps",)).as_text()
     operations = set(re.findall(r"\b(?:stablehlo|chlo)\.(\w+)", text))
