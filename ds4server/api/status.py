@@ -83,8 +83,9 @@ class Stats(_Get):
             "clients": seen.clients,
             "queue_depth": seen.waiting,
             "inflight_body_bytes": seen.body_bytes,
-            "banks": {"total": len(seen.banks), "busy": seen.running, "warm": sum(bank["reusable"] for bank in seen.banks),
-                      "items": seen.banks},
+            # Items are all resident sequences, also those that only wait to be reused; total is what runs at once.
+            "banks": {"total": service.plan.effective["max_seqs"], "busy": seen.running,
+                      "warm": sum(bank["reusable"] for bank in seen.banks), "items": seen.banks},
             "tokens": {name: seen.count(name) for name in ("prefill_computed", "prefill_cached", "decoded")}
             | {"speculation": seen.by("spec", ("drafted", "accepted"))},
             "cache": {"entries": seen.records, "bytes": seen.disk_bytes, "budget_bytes": seen.disk_budget,

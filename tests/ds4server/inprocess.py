@@ -20,7 +20,8 @@ from .toymodel import Toy, reuser, tokenizer
 CHAT = "/v1/chat/completions"
 CONVERSATION = Conversation(Artifact.open(files("ds4server") / "tiny.gguf"))
 PLAN = SimpleNamespace(
-    effective={"prefix_reuse": "partial", "backend": "reference", "disk": False}, as_json=lambda: {"effective": {"ctx": 4096}}
+    effective={"prefix_reuse": "partial", "backend": "reference", "disk": False, "max_seqs": 1},
+    as_json=lambda: {"effective": {"ctx": 4096}}
 )
 
 

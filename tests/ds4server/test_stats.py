@@ -39,7 +39,7 @@ def test_before_the_first_request():
     assert stats["cache"] == {"entries": 0, "bytes": 0, "budget_bytes": 0, "hits": 0, "misses": 0,
                               "misses_by_reason": dict.fromkeys(MISSES, 0)}  # fmt: skip
     empty = [{"id": i, "state": "empty", "tokens": 0, "reusable": False} for i in range(2)]
-    assert stats["banks"] == {"total": 2, "busy": 0, "warm": 0, "items": empty}
+    assert stats["banks"] == {"total": 1, "busy": 0, "warm": 0, "items": empty}
     assert stats["serving"] == {"effective": {"ctx": 4096}} and stats["recent"] == []
 
 
