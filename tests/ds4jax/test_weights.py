@@ -9,6 +9,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.export import export  # noqa: E402
 
 from ds4jax import compilation, weights  # noqa: E402
@@ -302,6 +303,7 @@ def test_compilation_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compilation.sys, "platform", "linux")
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    compilation_cache.reset_cache()  # it may have been opened elsewhere before
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         folder = compilation.enable_cache()
@@ -311,6 +313,7 @@ def test_compilation_cache_is_the_users(monkeypatch, tmp_path):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
         assert compilation.enable_cache() == tmp_path / "own"
     finally:
+        compilation_cache.reset_cache()
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
 

@@ -49,6 +49,16 @@ def launch(*flags, backend="numpy", stdout=None):
     return server
 
 
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a server started in this process writes into its environment is gone after the test."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("DS4_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("DS4_")]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def server():
     running = launch("--ctx", "32768", "--sse-keepalive-seconds", "1")
