@@ -22,7 +22,6 @@ from .trace import log_request
 log = logging.getLogger("ds4server")
 RECENT = 32
 SERIAL_ONLY = Environment()
-PATIENCE = 50  # milliseconds between two looks at jobs that nothing but free memory keeps waiting
 SAVING = 60.0  # seconds that what is resident may take to reach the disk at the end
 
 
@@ -161,8 +160,6 @@ class Engine:
             if scheduler.rows:
                 scheduler.turn()
                 look = None
-            elif look is None and scheduler.waiting:
-                look = PATIENCE
         self._keeper.close()
 
     def _late(self):
