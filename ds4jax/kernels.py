@@ -100,14 +100,22 @@ def _by_platform(kernel, fallback, *operands):
 def chunked_product(w, x):
     """The product by XLA, for every type and shape: x [T, K] times chunks of dequantised rows."""
     size = w.rows if w.type == "F32" else min(w.rows, max(64, CHUNK_VALUES // w.columns))
-    if size == w.rows:
-        return _dense_product(x, rows(w, 0, size), w.operands)
+    return by_chunks(lambda start: _dense_product(x, rows(w, start, size), w.operands), len(x), w.rows, size)
+
+
+def by_chunks(product, T, N, size):
+    """float32 [T, N] of ``product(start)`` [T, size] for one chunk of output rows after the other, in one buffer each.
+
+    The last chunk may overlap the one before. One that holds all rows needs no loop.
+    """
+    if size == N:
+        return product(0)
 
     def one_chunk(i, y):
-        start = jnp.minimum(i * size, w.rows - size)  # the last chunk may overlap the one before
-        return lax.dynamic_update_slice(y, _dense_product(x, rows(w, start, size), w.operands), (0, start))
+        start = jnp.minimum(i * size, N - size)
+        return lax.dynamic_update_slice(y, product(start), (0, start))
 
-    return lax.fori_loop(0, -(-w.rows // size), one_chunk, jnp.zeros((len(x), w.rows), jnp.float32))
+    return lax.fori_loop(0, -(-N // size), one_chunk, jnp.zeros((T, N), jnp.float32))
 
 
 def _dense_product(x, w, operands):

@@ -131,7 +131,7 @@ def nbytes(weights):
 
 
 def layout_name(layout="cpu"):
-    """What a plan calls a layout."""
+    """A layout in a few words."""
     return {
         "cpu": "lanes, packed (XLA)",
         "lean": "lanes, packed as in the file (XLA)",
@@ -312,14 +312,6 @@ def _packed_product(w, x):
 
 
 def _chunked_product(w, x, size):
-    """x [T, K] times float32 chunks of ``size`` output rows. The last chunk may overlap the one before."""
+    """x [T, K] times float32 chunks of ``size`` output rows."""
     chunk = KINDS[w.kind].chunk
-    if size == w.rows:
-        return x @ lax.optimization_barrier(chunk(w, (0, size)))
-
-    def one_chunk(i, y):
-        start = jnp.minimum(i * size, w.rows - size)
-        part = x @ lax.optimization_barrier(chunk(w, (start, size)))
-        return lax.dynamic_update_slice(y, part, (0, start))
-
-    return lax.fori_loop(0, -(-w.rows // size), one_chunk, jnp.zeros((len(x), w.rows), jnp.float32))
+    return kernels.by_chunks(lambda start: x @ lax.optimization_barrier(chunk(w, (start, size))), len(x), w.rows, size)
