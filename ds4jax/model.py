@@ -322,7 +322,7 @@ class Bank:
         """Drop ring rows that a truncation has left behind."""
         if (held := _held(kind)) is None:
             return arrays
-        key = "pending" if isinstance(kind, Compressed) else "rows"
+        key, _ = _newest(kind)
         count = min(self.length, held, self.length - self._start.get(name, 0))
         return arrays | {key: arrays[key][len(arrays[key]) - count :]}
 
@@ -333,8 +333,10 @@ class Bank:
         if source.tokens[:n] != checkpoint.tokens.tolist():
             raise ValueError(f"the source's tokens do not begin with the {n} of the checkpoint")
         state = _float32(checkpoint.components)
+        if state.keys() != self.layout.keys():
+            raise ValueError(f"checkpoint and layout differ in component {min(state.keys() ^ self.layout.keys())!r}")
         for name, kind in self.layout.items():
-            _check_checkpoint(name, kind, state.get(name, {}), n)
+            _check_checkpoint(name, kind, state[name], n)
         if source.slot != self.slot:
             model._arrays = _copied(model._arrays, source.slot, self.slot)
         self._put(checkpoint, state)
@@ -353,8 +355,7 @@ class Bank:
         self._start = {}
         for name, kind in self.layout.items():
             if _held(kind) is not None:
-                key = "pending" if isinstance(kind, Compressed) else "rows"
-                self._start[name] = length - len(state[name][key])
+                self._start[name] = length - len(state[name][_newest(kind)[0]])
 
     def restore(self, snapshot):
         """Become ``snapshot``. ValueError, and no change, when it does not belong to this layout."""
@@ -376,21 +377,24 @@ def _passes(kind, key):
 
 def _check_checkpoint(name, kind, arrays, n):
     """ValueError unless ``arrays`` are those of a checkpoint of n tokens."""
-    match kind:
-        case Rows():
-            expected = {}
-        case Ring(window, shape):
-            expected = {"rows": (min(n, window), *shape)}
-        case Recurrent(shape):
-            expected = {"value": shape}
-        case Compressed(_, _, pending, span):
-            expected = {"pending": (min(n, span), *pending)}
     found = {key: array.shape for key, array in arrays.items()}
-    rows_fit = not isinstance(kind, Recurrent) and all(
-        shape[1:] == expected[key][1:] and shape[0] <= expected[key][0] for key, shape in found.items() if key in expected
-    )
-    if found.keys() != expected.keys() or not (found == expected or rows_fit):
-        raise ValueError(f"component {name!r} of a checkpoint of {n} tokens has arrays {found}, at most {expected} is accepted")
+    if isinstance(kind, Rows):
+        accepted, fits = "none", not found
+    elif isinstance(kind, Recurrent):
+        accepted = {"value": kind.shape}
+        fits = found == accepted
+    else:
+        key, shape = _newest(kind)
+        least, most = n - _needed(kind, n), min(n, _held(kind))
+        accepted = f"{key!r}, {least} to {most} rows of {shape}"
+        fits = found.keys() == {key} and found[key][1:] == shape and least <= found[key][0] <= most
+    if not fits:
+        raise ValueError(f"component {name!r} of a checkpoint of {n} tokens has arrays {found}; accepted: {accepted}")
+
+
+def _newest(kind):
+    """(name, row shape) of the array that holds the newest token rows of a ``Ring`` or a ``Compressed``."""
+    return ("pending", kind.pending) if isinstance(kind, Compressed) else ("rows", kind.shape)
 
 
 def _held(kind):

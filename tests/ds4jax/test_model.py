@@ -3,6 +3,8 @@
 Families that between them have every state kind: ``Rows``, ``Ring``, ``Compressed``, ``Recurrent``.
 """
 
+import re
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from ds4jax.layers import Run, runs_of
 from ds4jax.model import Model, buckets, rounded
 from ds4ref import tiny
 from ds4ref.model import Model as Reference
+from ds4ref.state import Snapshot
 
 CLOSE = {"rtol": 0, "atol": 2e-4}
 ARCHITECTURES = [name for name in ("deepseek4", "solar-open2", "mimo2") if name in FAMILIES]
@@ -104,6 +107,30 @@ def test_truncation_follows_the_reference(both):
     else:
         with pytest.raises(ValueError, match="cannot truncate"):
             bank.truncate(59)
+    bank.release()
+
+
+def test_checkpoints_that_do_not_fit_change_nothing(both):
+    """A missing component, array or row is refused as the reference refuses it, before anything is copied."""
+    model, reference, tokens, expected = both
+    bank, state = model.new_state(), reference.new_state()
+    model.prefill(bank, tokens[:20])
+    reference.prefill(state, tokens[:20])
+    whole = bank.checkpoint()
+    held = {name: arrays for name, arrays in whole.components.items() if arrays}
+    for name, arrays in held.items():
+        key, array = next(iter(arrays.items()))
+        for arrays in ({}, {key: array[:1]}, {key: array[..., :1]}):
+            wrong = Snapshot(whole.tokens, whole.components | {name: arrays}, whole.logits)
+            for sequence in (bank, state):
+                with pytest.raises(ValueError, match=re.escape(repr(name))):
+                    sequence.resume(wrong, sequence)
+    less = {name: arrays for name, arrays in whole.components.items() if name != next(iter(held))}
+    for sequence in (bank, state):
+        with pytest.raises(ValueError, match="differ in component"):
+            sequence.resume(Snapshot(whole.tokens, less, whole.logits), sequence)
+    bank.resume(whole, bank)
+    assert np.allclose(model.step(bank, tokens[20]), expected[20], **CLOSE)
     bank.release()
 
 
