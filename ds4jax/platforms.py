@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 
 from . import primitives
+from .weights import default_layout
 
 NAMES = ("auto", "cuda", "metal", "cpu")
 LAST_JAX_OF_JAX_METAL = (0, 5, 0)
@@ -85,7 +86,7 @@ def choose(requested="auto", available=None, jax_version=None):
 
 def _platform(name, device, requested, stale):
     package = device.package or {"cuda": "jax-cuda12-plugin", "cpu": "jaxlib"}.get(name, device.platform)
-    kept = {"cuda": ("gpu", "bfloat16"), "metal": ("cpu", "float32"), "cpu": ("cpu", "float32")}[name]
+    kept = default_layout(name), "bfloat16" if name == "cuda" else "float32"
     what = f"{device.count} × {device.kind}" if device.count > 1 else device.kind
     if requested != "auto":
         why = f"{name} was asked for; {package} has {what}"

@@ -37,7 +37,6 @@ class Service:
     keepalive: float = 5.0
     ignore_eos: bool = False
     ignore_eos_in_reasoning: bool = False
-    resident_banks: int = 1
     clients: object = lambda: 0
     """() → open connections."""
     durations: Durations = field(default_factory=Durations)

@@ -282,26 +282,6 @@ def test_small_operations():
     assert np.array_equal(y[:, 0], [1, 1, 3, 1])
 
 
-@pytest.mark.parametrize("count", [1, 2, 6, 9])
-def test_rows_beyond_the_end_are_dropped(count):
-    """Slots ≥ S and banks ≥ B write nothing, not even into the neighbour, which is what jax-mps's scatter does."""
-    rng = np.random.default_rng(count)
-    shapes = (2, 3, 6, 2, 2), (4, count, 2, 2)
-    whole, rows = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    banks = np.array([2, 3, 0, 1], np.int32)  # the second is idle
-    index = np.stack([rng.permutation(10)[:count] for _ in banks]).astype(np.int32)  # 6 … 9 are beyond
-    expected = whole.copy()
-    for b, bank in enumerate(banks):
-        for n, slot in enumerate(index[b]):
-            if bank < 3 and slot < 6:
-                expected[1, bank, slot] = rows[b, n]
-    assert np.array_equal(same(lambda *a: primitives.put_rows(a[0], 1, *a[1:]), whole, banks, index, rows), expected)
-    held = rng.standard_normal((4, 6, 2, 2)).astype(np.float32)
-    expected = whole.copy()
-    expected[0, banks[banks < 3]] = held[banks < 3]
-    assert np.array_equal(same(lambda *a: primitives.put_value(a[0], 0, *a[1:]), whole, banks, held), expected)
-
-
 @cache
 def golden(architecture):
     return next(run for run in runs() if run.arch == architecture and not run.options)

@@ -85,7 +85,7 @@ def test_what_this_product_does_not_do_is_refused(model, capsys, flags, code):
 
 @pytest.mark.parametrize("flag", sorted(cli.UNAVAILABLE.values()))
 def test_flags_without_machinery_are_refused_by_name(model, capsys, flag):
-    value = {"--trace": ["t"], "--tool-memory-max-ids": ["5"], "--model-catalog": ["c"]}.get(flag, [])
+    value = {"--trace": ["t"], "--tool-memory-max-ids": ["5"], "--model-catalog": ["c"], "--mtp-margin": ["2"]}.get(flag, [])
     assert main(["-m", model, flag, *value]) == 2
     assert capsys.readouterr().err == f"ds4server: {flag} is not available in this version; drop it\n"
 

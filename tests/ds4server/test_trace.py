@@ -15,7 +15,6 @@ from ds4ref.chat.dsml import DSML
 from ds4ref.reuse import CHANGED, Decision
 from ds4ref.stop import Finish
 from ds4server import cli
-from ds4server.jobs import Job
 from ds4server.lanes import Environment
 from ds4server.trace import Trace, TraceError, line, log_request, section
 
@@ -30,8 +29,6 @@ CALL = (
     f'Well.\n\n<{DSML}tool_calls>\n<{DSML}invoke name="tide">\n<{DSML}parameter name="harbour" string="true">Husum'
     f"</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}tool_calls>"
 )
-records_calls = pytest.mark.skipif("calls" not in Job.__dataclass_fields__, reason="jobs do not record their calls yet")
-wired = pytest.mark.skipif("trace" in cli.UNAVAILABLE, reason="--trace is not wired into the command line yet")
 
 
 def ended(text="Hello <harbour>", said="tides", **fields):
@@ -200,7 +197,6 @@ def test_a_job_that_cannot_be_shown_does_not_end_tracing(tmp_path, caplog):
 # In a server
 
 
-@records_calls
 @pytest.mark.parametrize("driver", [False, True])
 def test_what_a_server_traces(tmp_path, driver):
     trace = Trace.open(tmp_path / "trace")
@@ -223,7 +219,6 @@ def test_what_a_server_traces(tmp_path, driver):
     assert "Nobody listens" in sections[2]
 
 
-@wired
 def test_the_option(tmp_path):
     path = tmp_path / "trace"
     server = launch("--trace", str(path))
@@ -245,7 +240,6 @@ def test_the_option(tmp_path):
         server.process.kill()
 
 
-@wired
 def test_an_option_that_cannot_be_followed(capsys, tmp_path):
     assert cli.main(["--trace", str(tmp_path / "no" / "file"), "--port", "0", "--backend", "numpy"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("ds4server: --trace ")
