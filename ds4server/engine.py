@@ -63,14 +63,14 @@ class Engine:
         with self._changed:
             self._check(nbytes)
 
-    def submit(self, job):
-        """Queue ``job``. QueueFull when it would wait behind too many others or its body is too much beside theirs, Stopping
-        when the server is going down."""
+    def submit(self, *jobs):
+        """Queue the jobs of one request, all or none. QueueFull when they would wait behind too many others or their body is
+        too much beside theirs, Stopping when the server is going down."""
         with self._changed:
-            self._check(job.nbytes)
-            self._submitted["started"] += 1
-            self._nbytes += job.nbytes
-            self._arrivals.append(job)
+            self._check(sum(job.nbytes for job in jobs))
+            self._submitted["started"] += len(jobs)
+            self._nbytes += sum(job.nbytes for job in jobs)
+            self._arrivals += jobs
             self._changed.notify()
 
     def _check(self, nbytes):

@@ -4,7 +4,7 @@ A job's life is
 
     queued → running → ended            (ended: completed, failed or canceled)
 
-Only the engine thread moves a job forward, and it tells about it through the job's own event queue: ``Admitted``, any
+Only the engine thread moves a job forward, and it tells about it through the job's mailbox: ``Admitted``, any
 number of ``Produced``, then exactly one of ``Ended`` and ``Failed``. An HTTP thread may ask for cancellation at any time.
 Every decision about a job is written into it where it is taken; :meth:`Job.record` reads them out.
 """
@@ -59,6 +59,25 @@ class Stopping(Exception):
     """The server is shutting down."""
 
 
+class Mailbox:
+    """Where the events of one or several jobs arrive, for one reader."""
+
+    def __init__(self):
+        self._events = queue.SimpleQueue()
+
+    def put(self, job, event):
+        self._events.put((job, event))
+
+    def next(self, timeout):
+        """The next (job, event), or None when ``timeout`` seconds passed without one."""
+        try:
+            job, event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        job.taken(event)
+        return job, event
+
+
 @dataclass(eq=False)
 class Job:
     """One request. ``surface`` and ``request_id`` are for the log and the stats; ``nbytes``: of its body."""
@@ -76,6 +95,9 @@ class Job:
     """Whether it is computed to its end although its client has left."""
     opening: int | None = None
     """The position up to which the prompt is what every conversation with the same system prompt begins with."""
+    index: int = 0
+    """Which choice of its request it is."""
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
     lane: str = SERIAL
     route_reason: str = "cont_unavailable"
@@ -100,7 +122,6 @@ class Job:
         if self.needs is None:
             generation = self.generation
             self.needs = Needs(len(generation.prompt), generation.budget)
-        self._events = queue.SimpleQueue()
         self._cancel = threading.Event()
         self.admitted = threading.Event()
         self._backlog, self._unheard = 0, False
@@ -108,14 +129,14 @@ class Job:
         self._clock = time.time() - time.monotonic()
 
     def next(self, timeout):
-        """The next event, or None when ``timeout`` seconds passed without one."""
-        try:
-            event = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        """The next event of a job that shares its mailbox with none, or None when ``timeout`` seconds passed without one."""
+        found = self.mailbox.next(timeout)
+        return None if found is None else found[1]
+
+    def taken(self, event):
+        """The reader has taken an event out of the mailbox."""
         with self._lock:
             self._backlog -= _size(event)
-        return event
 
     def cancel(self):
         """Ask the engine to stop; harmless when the job has ended."""
@@ -140,7 +161,7 @@ class Job:
         with self._lock:
             self._backlog += _size(event)
             keeps_up = self._backlog <= BACKLOG
-        self._events.put(event)
+        self.mailbox.put(self, event)
         return keeps_up
 
     @property

@@ -1,26 +1,23 @@
-"""``POST /v1/chat/completions``: a request becomes a job; its events become one object or a stream of chunks.
-
-The answer is assembled sans-IO by :class:`Chunks` (streamed) and :func:`message` (buffered) from the same events.
-"""
+"""``POST /v1/chat/completions``: read into an :class:`Ask`; its events become one object or a stream of chunks."""
 
 import secrets
 import time
+from typing import Annotated, Any, Literal
 
-from ds4ref.chat import CallArguments, CallBegin, CallEnd, ChatError, Reasoning, Text, collect
-from ds4ref.sampling import SamplingParams, fresh_seed
-from ds4ref.stop import Finish, eos_policy
+from pydantic import Field
 
-from ..jobs import Admitted, Ended, Failed, Job, Produced
-from ..lanes import Needs
-from . import messages, sse
-from .body import read_object
-from .errors import admission, bad_request, envelope, failure
-from .requests import parse
+from ds4ref.chat import CallArguments, CallBegin, CallEnd, Reasoning, Text, collect
+from ds4ref.stop import Finish
+
+from . import answers, chat_messages, sse
+from .answers import deliver
+from .ask import Ask
+from .errors import bad_request, envelope
+from .formats import response_format
+from .requests import Budget, Common, StreamOptions, Whole, parse, stop_strings
+from .toolchoice import openai_choice
 
 SURFACE = "openai_chat"
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
 FINISH = {
     Finish.STOP: "stop",
     Finish.STOP_STRING: "stop",
@@ -28,6 +25,33 @@ FINISH = {
     Finish.CONTEXT: "length",
     Finish.TOOL_CALLS: "tool_calls",
 }
+REFUSED = {
+    "functions": "functions is not supported; use tools",
+    "function_call": "function_call is not supported; use tool_choice",
+    "audio": "audio output is not supported",
+}
+CONTROLS = ("think", "enable_thinking", "thinking", "chat_template_kwargs", "reasoning_effort")
+
+
+class ChatRequest(Common):
+    """The body of a chat completion. ``messages`` and ``tools`` are validated in ``chat_messages``."""
+
+    messages: Any = None
+    max_completion_tokens: Budget | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=16)] | None = None
+    best_of: Whole | None = None
+    return_token_ids: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 class ChatCompletions:
@@ -37,202 +61,129 @@ class ChatCompletions:
         self._service = service
 
     def on_post(self, req, resp):
-        service = self._service
-        nbytes = req.content_length or 0
-        with admission():
-            service.engine.check(nbytes)
-        body = read_object(req)
-        request = parse(body)
-        job = self._job(body, request, req.context.request_id)
-        job.nbytes, job.outlives_reader = nbytes, not service.disconnect_abort
-        answer = Answer(service, request, job)
-        gone = req.env.get("waitress.client_disconnected") if service.disconnect_abort else None
-        gone = gone or (lambda: False)
-        with admission():
-            service.engine.submit(job)
-        if request.stream:
-            resp.content_type = "text/event-stream; charset=utf-8"
-            resp.set_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-            resp.stream = sse.Stream(job, answer.stream(gone, service.keepalive))
-        else:
-            try:
-                resp.media = answer.buffered(gone)
-            except sse.ClientGone:
-                # Nobody reads this; the status is for the access log.
-                resp.status = "499 Client Closed Request"
-
-    def _job(self, body, request, request_id):
-        """Render and tokenise (on this HTTP thread) and say everything that can be wrong before the engine is asked."""
-        service = self._service
-        tools = messages.tools(request.tools)
-        if request.tool_choice == "none":
-            tools = None
-        body = body | {"messages": messages.messages(request.messages), "tools": tools}
-        conversation = service.conversation
-        try:
-            options = conversation.options_of(body, service.context, service.alias(request.model))
-            prompt = conversation.render(body["messages"], tools, options)
-        except ChatError as error:
-            raise bad_request(str(error), error.field or "messages") from None
-        ids = conversation.encode(prompt)
-        if len(ids) >= service.context:
-            raise bad_request(
-                f"messages render to {len(ids)} tokens, and at most {service.context - 1} fit the context of {service.context}",
-                "messages", "context_length_exceeded", n_prompt_tokens=len(ids), n_ctx=service.context,
-            )  # fmt: skip
-        if not ids:
-            raise bad_request("messages render to an empty prompt; at least one message is needed", "messages")
-        budget = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        generation = conversation.generation(
-            ids, self._sampling(request), budget=service.default_budget if budget is None else budget,
-            context=service.context, prompt=prompt, tools=tools, stop_strings=_stops(request.stop),
-            eos=eos_policy(service.ignore_eos or bool(request.ignore_eos), service.ignore_eos_in_reasoning),
-            stream=bool(request.stream), vocabulary=service.vocabulary, single=request.parallel_tool_calls is False,
-        )  # fmt: skip
-        needs = Needs(
-            len(ids), generation.budget, greedy=generation.params.temperature == 0, stream=bool(request.stream),
-            thinks=prompt.thinking, stops=bool(generation.stop_strings), tools=bool(tools),
-            token_ids=bool(request.return_token_ids),
-        )  # fmt: skip
-        marks = conversation.marks(body["messages"], tools, options, ids)
-        opening = conversation.opening(body["messages"], tools, options, ids) if service.plan.effective["disk"] else None
-        return Job(generation, SURFACE, request_id, prompt.fallback_reason, marks, needs, opening=opening)
-
-    def _sampling(self, request):
-        chosen = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
-        try:
-            params = SamplingParams(
-                **chosen,
-                seed=fresh_seed() if request.seed is None else request.seed,
-                logit_bias=_biases(request.logit_bias),
-                logprobs=bool(request.logprobs),
-                top_logprobs=request.top_logprobs or 0,
-            )
-            params.check_vocabulary(self._service.vocabulary)
-        except ValueError as error:
-            raise bad_request(str(error), str(error).split()[0]) from None
-        return params
+        body = answers.read(self._service, req)
+        request = parse(ChatRequest, body, REFUSED)
+        deliver(self._service, req, resp, ask_of(self._service, body, request),
+                lambda found: ChatWire(self._service, request, found))  # fmt: skip
 
 
-def _stops(stop):
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > 16:
-        raise bad_request(f"stop must have at most 16 strings, got {len(stops)}", "stop")
-    return [text for text in stops if text]
+def ask_of(service, body, request):
+    """The :class:`Ask` of a chat request. ApiError 400."""
+    if request.messages is None:
+        raise bad_request("messages is required: an array of messages", "messages")
+    n = request.n or 1
+    if request.best_of not in (None, n):
+        raise bad_request("best_of must be absent or equal to n", "best_of")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    tools = chat_messages.tools(request.tools)
+    choice = openai_choice(request.tool_choice, tools)
+    form = response_format(request.response_format, "response_format")
+    if form is not None and choice.mode == "required":
+        raise bad_request("response_format cannot be combined with a tool_choice that forces a call", "response_format")
+    budget = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    return Ask(
+        SURFACE, request.sampling(service.vocabulary, bool(request.logprobs), request.top_logprobs or 0), "messages",
+        model=request.model, stream=bool(request.stream), messages=chat_messages.messages(request.messages), tools=tools,
+        choice=choice, parallel=request.parallel_tool_calls is not False,
+        controls={name: body.get(name) for name in CONTROLS}, thinking_budget=request.thinking_tokens(), budget=budget,
+        stops=stop_strings(request.stop), n=n, ignore_eos=bool(request.ignore_eos),
+        token_ids=bool(request.return_token_ids), form=form,
+    )  # fmt: skip
 
 
-def _biases(biases):
-    out = {}
-    for key, value in (biases or {}).items():
-        if not key.isascii() or not key.isdigit():
-            raise bad_request(f"logit_bias must have token ids as keys, got {key[:40]!r}", "logit_bias")
-        out[int(key)] = value
-    return out
+class ChatWire:
+    """How one answer looks: ids, envelope, usage, and the deltas of its chunks."""
 
-
-class Answer:
-    """One answer on the wire: ids, envelope, usage."""
-
-    def __init__(self, service, request, job):
-        self._job = job
+    def __init__(self, service, request, found):
+        self._service, self._answers = service, found
         self._tokenizer = service.conversation.tokenizer
-        self._keeps = service.plan.effective["prefix_reuse"] != "off"
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = bool(request.logprobs)
         self._token_ids = bool(request.return_token_ids)
+        self._timings = {}
         self._envelope = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
             "model": request.model or service.model_id,
             "system_fingerprint": service.fingerprint,
         }
+        self._chunks = Chunks(self._envelope, self._include_usage)
 
-    def buffered(self, gone):
-        """The complete ``chat.completion`` object; waits for the engine."""
-        found, entries = [], []
-        for event in sse.events(self._job, gone):
-            if isinstance(event, Produced):
-                found += event.step.events
-                entries += event.step.logprobs
-            elif isinstance(event, Failed):
-                raise failure(event)
-            elif isinstance(event, Ended):
-                timings = event.timings
-        generation = self._job.generation
+    def whole(self, outcomes):
+        """The complete ``chat.completion`` object."""
+        return self._envelope | {
+            "object": "chat.completion", "choices": [self._choice(found) for found in outcomes], "usage": self._usage(),
+            "timings": outcomes[0].timings,
+        }  # fmt: skip
+
+    def _choice(self, found):
+        generation = found.generation
         choice = {
-            "index": 0,
+            "index": found.job.index,
             "finish_reason": FINISH[generation.finish],
-            "logprobs": self._logprob_list(entries),
-            "message": message(found),
+            "logprobs": self._logprob_list(found.entries),
+            "message": message(found.events),
         }
         if self._token_ids:
             choice |= {"token_ids": generation.generated, "prompt_token_ids": generation.prompt}
-        return self._envelope | {
-            "object": "chat.completion", "choices": [choice], "usage": self._usage(), "timings": timings,
-        }  # fmt: skip
+        return choice
 
-    def stream(self, gone, keepalive):
-        """The SSE frames of the answer."""
-        chunks = Chunks(self._envelope, self._include_usage)
-        try:
-            if not self._job.admitted.wait(0.02):
-                yield sse.QUEUED
-            for event in sse.events(self._job, gone, keepalive):
-                if event is None:
-                    yield sse.KEEP_ALIVE
-                elif isinstance(event, Admitted):
-                    yield chunks.role()
-                elif isinstance(event, Produced):
-                    yield from self._deltas(chunks, event.step)
-                elif isinstance(event, Failed):
-                    yield sse.event("error", envelope(event.status, event.message, code=event.code))
-                    return
-                elif isinstance(event, Ended):
-                    yield from self._closing(chunks, event.timings)
-        except sse.ClientGone:
-            return
+    def silence(self):
+        return sse.KEEP_ALIVE
 
-    def _deltas(self, chunks, step):
-        frames = [chunks.delta(event) for event in step.events]
+    def begin(self, job):
+        yield sse.data(self._chunks.chunk(job.index, {"role": "assistant", "content": ""}))
+
+    def step(self, job, step):
+        frames = [self._chunks.delta(job.index, event) for event in step.events]
         frames = [frame for frame in frames if frame is not None]
         if self._logprobs and step.logprobs and frames:
             frames[-1]["choices"][0]["logprobs"] = self._logprob_list(step.logprobs)
         if self._token_ids and step.token is not None:
-            frames = frames or [chunks.chunk({})]
+            frames = frames or [self._chunks.chunk(job.index, {})]
             frames[-1]["choices"][0]["token_ids"] = [step.token]
         yield from (sse.data(frame) for frame in frames)
 
-    def _closing(self, chunks, timings):
-        generation = self._job.generation
-        finish = chunks.chunk({}, FINISH[generation.finish])
+    def end(self, job, timings):
+        """The finish chunk of one choice; the last one has the timings where no usage chunk follows."""
+        self._timings = self._timings or timings
+        finish = self._chunks.chunk(job.index, {}, FINISH[job.generation.finish])
         if self._token_ids:
-            finish["choices"][0]["prompt_token_ids"] = generation.prompt
+            finish["choices"][0]["prompt_token_ids"] = job.generation.prompt
+        last = all(other.generation.finish is not None for other in self._answers.jobs)
+        yield sse.data(finish | ({"timings": self._timings} if last and not self._include_usage else {}))
+
+    def close(self):
         if self._include_usage:
-            yield sse.data(finish)
-            yield sse.data(chunks.bare() | {"choices": [], "usage": self._usage(), "timings": timings})
-        else:
-            yield sse.data(finish | {"timings": timings})
+            yield sse.data(self._chunks.bare() | {"choices": [], "usage": self._usage(), "timings": self._timings})
         yield sse.DONE
 
+    def failed(self, event):
+        yield sse.event("error", envelope(event.status, event.message, code=event.code))
+
     def _usage(self):
-        return usage(self._job.generation, self._job.decision, self._keeps)
+        return usage(answers.usage(self._service, self._answers.jobs))
 
     def _logprob_list(self, entries):
         if not self._logprobs:
             return None
-        return {"content": [self._logprob(entry) for entry in entries], "refusal": None}
+        return {"content": [logprob(self._tokenizer, entry) for entry in entries], "refusal": None}
 
-    def _logprob(self, entry):
-        top = [self._token(token, value) for token, value in entry.top]
-        return self._token(entry.token, entry.logprob) | {"top_logprobs": top}
 
-    def _token(self, token, value):
-        raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": max(value, -9999.0), "bytes": list(raw)}
+def logprob(tokenizer, entry):
+    """The OpenAI object of one ``Logprob``."""
+    top = [_token(tokenizer, token, value) for token, value in entry.top]
+    return _token(tokenizer, entry.token, entry.logprob) | {"top_logprobs": top}
+
+
+def _token(tokenizer, token, value):
+    raw = tokenizer.token_bytes(token)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": max(value, -9999.0), "bytes": list(raw)}
 
 
 class Chunks:
-    """Builds the chunks of one stream: the first has the role, then one kind of delta each, one finish."""
+    """Builds the chunks of one stream: of each choice the first has the role, then one kind of delta each, one finish."""
 
     def __init__(self, shared, include_usage):
         self._shared = shared | {"object": "chat.completion.chunk"}
@@ -241,25 +192,22 @@ class Chunks:
     def bare(self):
         return dict(self._shared)
 
-    def chunk(self, delta, finish=None):
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def chunk(self, index, delta, finish=None):
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         return self._shared | {"choices": [choice]} | self._nulls
 
-    def role(self):
-        return sse.data(self.chunk({"role": "assistant", "content": ""}))
-
-    def delta(self, event):
+    def delta(self, index, event):
         """The chunk of one event, or None for events that have none."""
         match event:
             case Reasoning(text):
-                return self.chunk({"reasoning_content": text})
+                return self.chunk(index, {"reasoning_content": text})
             case Text(text):
-                return self.chunk({"content": text})
-            case CallBegin(index, name):
-                function = {"name": name, "arguments": ""}
-                return self.chunk({"tool_calls": [{"index": index, "id": call_id(), "type": "function", "function": function}]})
-            case CallArguments(index, fragment):
-                return self.chunk({"tool_calls": [{"index": index, "function": {"arguments": fragment}}]})
+                return self.chunk(index, {"content": text})
+            case CallBegin(call, name):
+                opened = {"index": call, "id": call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+                return self.chunk(index, {"tool_calls": [opened]})
+            case CallArguments(call, fragment):
+                return self.chunk(index, {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]})
             case CallEnd(_):
                 return None
 
@@ -283,13 +231,12 @@ def call_id():
     return f"call_{secrets.token_hex(16)}"
 
 
-def usage(generation, decision, kept):
-    """Token counts. What was computed stays in the bank, so the rest of the prompt counts as newly kept."""
-    prompt, out, cached = len(generation.prompt), len(generation.generated), decision.cached
+def usage(counts):
+    """``answers.Usage`` as Chat Completions and Completions have it."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": out,
-        "total_tokens": prompt + out,
-        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached if kept else 0},
-        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.generated,
+        "total_tokens": counts.prompt + counts.generated,
+        "prompt_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": counts.written},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }

@@ -1,4 +1,4 @@
-"""Errors in the OpenAI envelope: one sentence with the field, what was found, what is accepted."""
+"""Errors in the envelope of their surface: one sentence with the field, what was found, what is accepted."""
 
 import logging
 from contextlib import contextmanager
@@ -49,9 +49,25 @@ def envelope(status, message, param=None, code=None, **extra):
     return {"error": {"message": message, "type": kind(status), "param": param, "code": code, **extra}}
 
 
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+
+
+def anthropic_kind(status):
+    """The Anthropic error type of a status."""
+    return ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def _envelope_of(req, status, message, param=None, code=None, **extra):
+    """The envelope of the surface that ``req`` came in on."""
+    if req.path != "/v1/messages" and not req.path.startswith("/v1/messages/"):
+        return envelope(status, message, param, code, **extra)
+    error = {"type": anthropic_kind(status), "message": message, **extra}
+    return {"type": "error", "error": error, "request_id": req.context.request_id}
+
+
 def render_api_error(req, resp, error, params):
     resp.status = falcon.code_to_http_status(error.status)
-    resp.media = envelope(error.status, error.message, error.param, error.code, **error.extra)
+    resp.media = _envelope_of(req, error.status, error.message, error.param, error.code, **error.extra)
     resp.set_headers(error.headers)
 
 
@@ -63,7 +79,7 @@ def render_http_error(req, resp, error, params):
     }
     resp.status = error.status
     status = error.status_code
-    resp.media = envelope(status, messages.get(status, error.title or "the request failed"))
+    resp.media = _envelope_of(req, status, messages.get(status, error.title or "the request failed"))
     if error.headers:
         resp.set_headers(error.headers)
 
@@ -72,4 +88,4 @@ def render_failure(req, resp, error, params):
     """Anything unforeseen: logged with its traceback, answered without."""
     logging.getLogger("ds4server").exception("unhandled error on %s %s", req.method, req.path)
     resp.status = falcon.HTTP_500
-    resp.media = envelope(500, "the server failed to handle this request")
+    resp.media = _envelope_of(req, 500, "the server failed to handle this request")

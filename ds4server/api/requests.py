@@ -1,14 +1,22 @@
-"""The typed request of ``POST /v1/chat/completions``, and pydantic's complaints as sentences.
+"""The fields that every generating request shares, and pydantic's complaints as sentences.
 
-Rules of the API: unknown fields are ignored, null means absent, a wrong JSON type or a number outside its range is refused.
+Rules of the API: unknown fields are ignored, null means absent, a wrong JSON type or a number outside its range is refused. The
+OpenAPI document is generated from these models and those that extend them, one per surface.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ds4ref.sampling import SamplingParams, fresh_seed
+
+from .chat_messages import kind
 from .errors import bad_request
-from .messages import kind
+
+MAX_STOPS = 16
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 def _whole(value):
@@ -20,22 +28,22 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Budget = Annotated[Whole, Field(ge=0)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-    include_usage: bool | None = None
-
-
-class ChatRequest(BaseModel):
-    """Fields of a chat request that this server acts on. ``messages`` and ``tools`` are validated in ``messages.py``."""
+class Fields(BaseModel):
+    """A JSON object of which unknown members are ignored and known ones have exactly their type."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    messages: Any
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+
+
+class Common(Fields):
+    """What a request of any surface may say about sampling, thinking and transport."""
+
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: Budget | None = None
-    max_completion_tokens: Budget | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -45,66 +53,65 @@ class ChatRequest(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: str | list[str] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    n: Annotated[Whole, Field(ge=1, le=16)] | None = None
     ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    response_format: Any = None
+    think: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | dict[str, Any] | None = None
     thinking_budget: Budget | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+
+    def thinking_tokens(self):
+        """The reasoning budget in tokens, or None: ``thinking_budget`` or ``thinking.budget_tokens``."""
+        if self.thinking_budget is not None or not isinstance(self.thinking, dict):
+            return self.thinking_budget
+        found = _whole(self.thinking.get("budget_tokens"))
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
+            path = "thinking.budget_tokens"
+            raise bad_request(f"{path} must be an integer of at least 0, got {shown(found)}", path)
+        return found
+
+    def sampling(self, vocabulary, logprobs=False, top_logprobs=0):
+        """The :class:`SamplingParams` asked for, with a fresh seed where none is named. ApiError 400 naming the field."""
+        chosen = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        try:
+            params = SamplingParams(
+                **chosen, seed=fresh_seed() if self.seed is None else self.seed, logit_bias=_biases(self.logit_bias),
+                logprobs=logprobs, top_logprobs=top_logprobs,
+            )  # fmt: skip
+            params.check_vocabulary(vocabulary)
+        except ValueError as error:
+            raise bad_request(str(error), str(error).split()[0]) from None
+        return params
 
 
-REFUSED = {
-    "functions": "functions is not supported; use tools",
-    "function_call": "function_call is not supported; use tool_choice",
-    "audio": "audio output is not supported",
-}
+def _biases(biases):
+    out = {}
+    for key, value in (biases or {}).items():
+        if not key.isascii() or not key.isdigit():
+            raise bad_request(f"logit_bias must have token ids as keys, got {key[:40]!r}", "logit_bias")
+        out[int(key)] = value
+    return out
 
 
-def parse(body):
-    """``body`` as a :class:`ChatRequest`. :class:`ApiError` 400 naming the field."""
-    for name, message in REFUSED.items():
+def stop_strings(stop, field="stop"):
+    """The stop strings of a request, empty ones dropped."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise bad_request(f"{field} must have at most {MAX_STOPS} strings, got {len(stops)}", field)
+    return tuple(text for text in stops if text)
+
+
+def parse(model, body, refused=()):
+    """``body`` as a ``model``. :class:`ApiError` 400 naming the field.
+
+    refused: field → why its presence is refused.
+    """
+    for name, message in dict(refused).items():
         if body.get(name) is not None:
             raise bad_request(message, name)
-    if body.get("messages") is None:
-        raise bad_request("messages is required: an array of messages", "messages")
     try:
-        request = ChatRequest.model_validate(body)
+        return model.model_validate(body)
     except ValidationError as error:
         raise _sentence(error.errors()[0]) from None
-    _refuse_what_is_not_offered(request, body)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    return request
-
-
-def _refuse_what_is_not_offered(request, body):
-    """Fields whose meaning this version cannot honour are errors, never ignored."""
-    if request.n not in (None, 1):
-        raise bad_request(f"n must be 1: this version offers one choice per request, got {request.n}", "n")
-    if body.get("best_of") not in (None, 1):
-        raise bad_request("best_of must be absent or equal to n", "best_of")
-    form = request.response_format
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise bad_request("response_format must be text: this version does not constrain sampling", "response_format")
-    thinking = body.get("thinking")
-    budget = isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
-    if request.thinking_budget is not None or budget:
-        name = "thinking_budget" if request.thinking_budget is not None else "thinking.budget_tokens"
-        raise bad_request(f"{name} is not supported by this version", name)
-    if request.tool_choice not in (None, "auto", "none"):
-        raise bad_request("tool_choice must be auto or none: this version does not force calls", "tool_choice")
-    for i, tool in enumerate(request.tools if isinstance(request.tools, list) else ()):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if isinstance(function, dict) and function.get("strict"):
-            path = f"tools[{i}].function.strict"
-            raise bad_request(f"{path} must be false: this version does not constrain sampling", path)
 
 
 PHRASES = {
@@ -116,11 +123,13 @@ PHRASES = {
     "finite_number": "must be a finite number",
     "dict_type": "must be an object",
     "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
     "list_type": "must be an array",
 }
 BOUNDS = {"greater_than_equal": "ge", "less_than_equal": "le", "greater_than": "gt"}
 WORDS = {"ge": "must be at least", "le": "must be at most", "gt": "must be greater than"}
-BRANCHES = {"str", "list[str]"}  # names pydantic gives to the alternatives of a union
+BRANCHES = {"str", "list[str]", "bool", "dict[str,any]"}  # names pydantic gives to the alternatives of a union
+UNIONS = {"stop": "a string or an array of strings", "thinking": "true, false, null or an object"}
 
 
 def _sentence(found):
@@ -133,16 +142,17 @@ def _sentence(found):
     if what in BOUNDS:
         bound = BOUNDS[what]
         phrase = f"{WORDS[bound]} {found['ctx'][bound]:g}" if bound == "gt" else f"{WORDS[bound]} {found['ctx'][bound]}"
-    elif path == "stop":
-        phrase = "must be a string or an array of strings"
+    elif path in UNIONS:
+        phrase = f"must be {UNIONS[path]}"
     elif what == "literal_error":
         phrase = f"must be {found['ctx']['expected']}"
     else:
         phrase = PHRASES.get(what, found["msg"].replace("Input should be", "must be"))
-    return bad_request(f"{path} {phrase}, got {_shown(given)}", path)
+    return bad_request(f"{path} {phrase}, got {shown(given)}", path)
 
 
-def _shown(value):
+def shown(value):
+    """A found value as error messages have it: short, and objects by their type."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)[:60] if isinstance(value, (int, float, str)) else kind(value)

@@ -1,4 +1,4 @@
-"""Server-sent events framing and the reading end of a job."""
+"""Server-sent events framing and the reading end of jobs."""
 
 import json
 import time
@@ -26,29 +26,31 @@ class ClientGone(Exception):
 
 
 class Stream:
-    """A response body: the frames of one job. Closing it, even before the first frame, is leaving the job."""
+    """A response body: the frames of a request's answers. Closing it, even before the first frame, is leaving them."""
 
-    def __init__(self, job, frames):
-        self._job, self._frames = job, frames
+    def __init__(self, answers, frames):
+        self._answers, self._frames = answers, frames
 
     def __iter__(self):
         return self._frames
 
     def close(self):
         self._frames.close()
-        self._job.leave()
+        self._answers.leave()
 
 
-def events(job, gone, silence=None):
-    """The job's events as they come, and None whenever ``silence`` seconds passed without one.
+def events(jobs, gone, silence=None):
+    """(job, event) of jobs with one mailbox as they come, and (None, None) whenever ``silence`` seconds passed without one;
+    until every job has ended or one has failed.
 
     gone: a function that says whether the client has left; then :class:`ClientGone` is raised. Leaving the iteration early is
-    leaving the job (``Job.leave``).
+    leaving the jobs (``Job.leave``).
     """
     heard = looked = time.monotonic()
+    running = len(jobs)
     try:
-        while True:
-            found = job.next(POLL)
+        while running:
+            found = jobs[0].mailbox.next(POLL)
             now = time.monotonic()
             if now - looked >= POLL or found is None:
                 looked = now
@@ -57,10 +59,12 @@ def events(job, gone, silence=None):
             if found is not None:
                 heard = now
                 yield found
-                if isinstance(found, (Ended, Failed)):
+                if isinstance(found[1], Failed):
                     return
+                running -= isinstance(found[1], Ended)
             elif silence is not None and now - heard >= silence:
                 heard = now
-                yield None
+                yield None, None
     finally:
-        job.leave()
+        for job in jobs:
+            job.leave()

@@ -152,7 +152,8 @@ def test_tools_are_rendered_and_history_is_accepted(api):
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"think": "yes"}, "think"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
+        ({"best_of": 2}, "best_of"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": []}, "functions"),
@@ -331,3 +332,18 @@ def test_an_edited_question_keeps_what_comes_before(api):
     edited = chat(api, messages=[*turns, {"role": "user", "content": "delta " * 50}], max_tokens=1).json()
     again = chat(api, messages=[*turns, {"role": "user", "content": "delta " * 50}], max_tokens=1).json()
     assert edited["choices"] == again["choices"] and first["prompt_tokens"] > 300
+
+
+def test_several_choices(api):
+    """Each choice has its own random numbers, the same ones in every repetition, streamed or not; the prompt counts once."""
+    fields = {"max_tokens": 12, "n": 3, "temperature": 1, "think": False, "stream_options": {"include_usage": True}}
+    one = chat(api, **fields | {"n": 1}).json()
+    answer = chat(api, **fields).json()
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+    assert texts[0] == one["choices"][0]["message"]["content"]
+    assert answer["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"] and answer["usage"]["completion_tokens"] == 36
+    raw, _ = stream(api, **fields)
+    choices = [c["choices"][0] for c in raw if c["choices"]]
+    assert ["".join(c["delta"].get("content") or "" for c in choices if c["index"] == i) for i in range(3)] == texts
+    assert [c["finish_reason"] for c in choices].count("length") == 3 and raw[-1]["usage"]["completion_tokens"] == 36

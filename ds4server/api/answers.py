@@ -1,0 +1,142 @@
+"""The HTTP thread's side of a request that is under way: from the jobs' events to one object or a stream of frames.
+
+A surface is a *wire*, an object that says how things look:
+
+    whole(outcomes) -> dict          the buffered answer (:class:`Outcome` per choice, in order)
+    silence() -> bytes               what breaks a silence of the keep-alive time
+    begin(job), step(job, step), end(job, timings) -> frames of one choice as they come
+    close() -> frames                after the last choice ended
+    failed(event) -> frames          instead of anything further
+
+What ``whole`` and the frames say follows from the same events.
+"""
+
+from dataclasses import dataclass, field
+
+from ..jobs import Admitted, Ended, Failed, Job, Produced
+from . import sse
+from .ask import jobs_of
+from .body import read_object
+from .errors import admission, failure
+
+
+@dataclass
+class Outcome:
+    """What came of one choice. events: of the whole answer; entries: its ``Logprob`` list."""
+
+    job: Job
+    events: list = field(default_factory=list)
+    entries: list = field(default_factory=list)
+    timings: dict = field(default_factory=dict)
+
+    @property
+    def generation(self):
+        return self.job.generation
+
+
+def read(service, req):
+    """The body of a generating request as a dict; what the engine would refuse anyway is refused before it is parsed."""
+    with admission():
+        service.engine.check(req.content_length or 0)
+    return read_object(req)
+
+
+class Answers:
+    """The choices of one request."""
+
+    def __init__(self, service, ask, request_id, nbytes=0):
+        self._service, self.ask = service, ask
+        self.jobs = jobs_of(service, ask, request_id)
+        for job in self.jobs:
+            job.nbytes, job.outlives_reader = nbytes // len(self.jobs), not service.disconnect_abort
+
+    def submit(self):
+        with admission():
+            self._service.engine.submit(*self.jobs)
+
+    def leave(self):
+        for job in self.jobs:
+            job.leave()
+
+    def events(self, gone, silence=None):
+        """(job, event) as they come, and (None, None) whenever ``silence`` seconds passed without one; until every job has
+        ended or one has failed. sse.ClientGone."""
+        return sse.events(self.jobs, gone, silence)
+
+    def collect(self, gone):
+        """The :class:`Outcome` of every choice, in order. ApiError where the engine failed; sse.ClientGone."""
+        outcomes = {job: Outcome(job) for job in self.jobs}
+        for job, event in self.events(gone):
+            match event:
+                case Produced(step):
+                    outcomes[job].events += step.events
+                    outcomes[job].entries += step.logprobs
+                case Failed():
+                    raise failure(event)
+                case Ended(timings):
+                    outcomes[job].timings = timings
+        return list(outcomes.values())
+
+    def frames(self, wire, gone):
+        """The body of a streamed answer, as ``wire`` words it."""
+        try:
+            if not self.jobs[0].admitted.wait(0.02):
+                yield sse.QUEUED
+            for job, event in self.events(gone, self._service.keepalive):
+                match event:
+                    case None:
+                        yield wire.silence()
+                    case Admitted():
+                        yield from wire.begin(job)
+                    case Produced(step):
+                        yield from wire.step(job, step)
+                    case Ended(timings):
+                        yield from wire.end(job, timings)
+                    case Failed():
+                        yield from wire.failed(event)
+                        return
+            yield from wire.close()
+        except sse.ClientGone:
+            return
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request. What was computed stays in the bank, so the rest of the prompt counts as newly kept."""
+
+    prompt: int
+    cached: int
+    written: int
+    generated: int
+    reasoning: int
+
+
+def usage(service, jobs):
+    """The :class:`Usage` of a request's jobs: every distinct prompt counts once."""
+    kept = service.plan.effective["prefix_reuse"] != "off"
+    firsts = [job for job in jobs if job.generation.choice == 0]
+    prompt = sum(len(job.generation.prompt) for job in firsts)
+    cached = sum(job.cached for job in firsts)
+    return Usage(
+        prompt, cached, prompt - cached if kept else 0, sum(len(job.generation.generated) for job in jobs),
+        sum(job.generation.reasoning_tokens for job in jobs),
+    )  # fmt: skip
+
+
+def deliver(service, req, resp, ask, wire_of):
+    """Run ``ask`` and put its answer into ``resp``. wire_of: :class:`Answers` → the surface's wire."""
+    answers = Answers(service, ask, req.context.request_id, req.content_length or 0)
+    wire = wire_of(answers)
+    gone = req.env.get("waitress.client_disconnected") if service.disconnect_abort else None
+    gone = gone or (lambda: False)
+    answers.submit()
+    if ask.stream:
+        resp.content_type = "text/event-stream; charset=utf-8"
+        resp.set_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        resp.stream = sse.Stream(answers, answers.frames(wire, gone))
+        return
+    try:
+        resp.media = wire.whole(answers.collect(gone))
+    except sse.ClientGone:
+        # Nobody reads this; the status is for the access log.
+        resp.status = "499 Client Closed Request"

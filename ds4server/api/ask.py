@@ -1,0 +1,137 @@
+"""What a request of any surface asks for, in one form, and the jobs that it becomes.
+
+A surface reads its own wire format into an :class:`Ask`; from there on all of them are the same: the prompt is rendered and
+tokenised (on the HTTP thread), whatever can be wrong is said, and each choice becomes a ``Job`` for the engine. Knows nothing
+about wire formats.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds4ref.chat import ChatError
+from ds4ref.sampling import SamplingParams
+from ds4ref.stop import eos_policy
+
+from ..jobs import Job, Mailbox
+from ..lanes import Needs
+from .errors import bad_request
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tools may or must be called. mode: "auto", "none" or "required"; names: only these, None for all."""
+
+    mode: str = "auto"
+    names: tuple[str, ...] | None = None
+
+
+@dataclass
+class Ask:
+    """One request.
+
+    Either ``messages`` (Chat Completions form, validated, with ``tools`` in the same form or None) or ``prompts`` (token ids,
+    continued as raw text) is given. controls: the thinking controls in Chat Completions spelling. budget: tokens per choice,
+    None for the server's default. form: None for free text, "json_object", or a JSON schema that the visible text must satisfy.
+    field: what the surface calls the prompt, for errors.
+    """
+
+    surface: str
+    sampling: SamplingParams
+    field: str
+    model: str | None = None
+    stream: bool = False
+    messages: list[dict] | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    tools: list[dict] | None = None
+    choice: Choice = Choice()
+    parallel: bool = True
+    controls: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+    budget: int | None = None
+    stops: tuple[str, ...] = ()
+    n: int = 1
+    ignore_eos: bool = False
+    token_ids: bool = False
+    form: str | Mapping | None = None
+
+    @property
+    def rendered_tools(self):
+        """The tools that the prompt shows: none where none may be called."""
+        return None if self.choice.mode == "none" else self.tools
+
+
+def prompt_of(service, ask):
+    """(the rendered :class:`Prompt`, its token ids, the options it was rendered with). ApiError 400."""
+    conversation = service.conversation
+    try:
+        options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
+        prompt = conversation.render(ask.messages, ask.rendered_tools, options)
+    except ChatError as error:
+        raise bad_request(str(error), error.field or ask.field) from None
+    ids = conversation.encode(prompt)
+    if not ids:
+        raise bad_request(f"{ask.field} render to an empty prompt; at least one message is needed", ask.field)
+    return prompt, ids, options
+
+
+def check_length(service, ids, name):
+    """ApiError 400 where a prompt leaves no room for an answer."""
+    if len(ids) >= service.context:
+        raise bad_request(
+            f"{name} holds {len(ids)} tokens, and at most {service.context - 1} fit the context of {service.context}",
+            name, "context_length_exceeded", n_prompt_tokens=len(ids), n_ctx=service.context,
+        )  # fmt: skip
+
+
+def _refuse_constraints(ask):
+    """Fields whose meaning this version cannot honour are errors, never ignored."""
+    if ask.form is not None:
+        raise bad_request("response_format must be text: this version does not constrain sampling", "response_format")
+    if ask.choice.mode == "required" or ask.choice.names:
+        raise bad_request("tool_choice must be auto or none: this version does not force calls", "tool_choice")
+    if ask.thinking_budget is not None:
+        raise bad_request("thinking_budget is not supported by this version", "thinking_budget")
+    for i, tool in enumerate(ask.tools or ()):
+        if tool["function"].get("strict"):
+            path = f"tools[{i}].function.strict"
+            raise bad_request(f"{path} must be false: this version does not constrain sampling", path)
+
+
+def jobs_of(service, ask, request_id):
+    """The jobs of a request, prompt by prompt and choice by choice, all with one mailbox. ApiError 400 for what is wrong."""
+    _refuse_constraints(ask)
+    mailbox = Mailbox()
+    if ask.messages is None:
+        return [job for i, ids in enumerate(ask.prompts) for job in _raw(service, ask, request_id, mailbox, ids, i)]
+    prompt, ids, options = prompt_of(service, ask)
+    check_length(service, ids, ask.field)
+    conversation, tools = service.conversation, ask.rendered_tools
+    marks = conversation.marks(ask.messages, tools, options, ids)
+    opening = conversation.opening(ask.messages, tools, options, ids) if service.plan.effective["disk"] else None
+    return [
+        _job(service, ask, request_id, mailbox, ids, choice, prompt=prompt, tools=tools, marks=marks, opening=opening)
+        for choice in range(ask.n)
+    ]
+
+
+def _raw(service, ask, request_id, mailbox, ids, i):
+    check_length(service, ids, ask.field)
+    return [_job(service, ask, request_id, mailbox, ids, choice, index=i * ask.n + choice) for choice in range(ask.n)]
+
+
+def _job(service, ask, request_id, mailbox, ids, choice, *, index=None, prompt=None, tools=None, marks=(), opening=None):
+    generation = service.conversation.generation(
+        ids, ask.sampling, budget=service.default_budget if ask.budget is None else ask.budget,
+        context=service.context, prompt=prompt, tools=tools, stop_strings=ask.stops,
+        eos=eos_policy(service.ignore_eos or ask.ignore_eos, service.ignore_eos_in_reasoning),
+        stream=ask.stream, choice=choice, vocabulary=service.vocabulary, single=not ask.parallel,
+    )  # fmt: skip
+    needs = Needs(
+        len(ids), generation.budget, greedy=ask.sampling.temperature == 0, stream=ask.stream,
+        thinks=prompt is not None and prompt.thinking, stops=bool(ask.stops), tools=bool(tools), token_ids=ask.token_ids,
+    )  # fmt: skip
+    return Job(
+        generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, marks, needs, opening=opening,
+        index=choice if index is None else index, mailbox=mailbox,
+    )  # fmt: skip
