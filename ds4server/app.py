@@ -14,6 +14,7 @@ from .api.chat import ChatCompletions
 from .engine import Engine
 from .metrics import Durations
 from .plan import Plan
+from .toolmemory import ToolMemory
 
 ALIASES = {"deepseek4": ("deepseek-v4-flash", "deepseek-v4-pro", "deepseek-chat", "deepseek-reasoner")}
 NO_THINKING = ("-chat", "-no-think", "-nothink")
@@ -41,6 +42,7 @@ class Service:
     """() → open connections."""
     durations: Durations = field(default_factory=Durations)
     disconnect_abort: bool = True
+    tools: ToolMemory = field(default_factory=ToolMemory)
     version: str = field(default_factory=lambda: version("ds4"))
     started: float = field(default_factory=time.monotonic)
 

@@ -11,7 +11,10 @@ A surface is a *wire*, an object that says how things look:
 What ``whole`` and the frames say follows from the same events.
 """
 
+import secrets
 from dataclasses import dataclass, field
+
+from ds4ref.chat import collect
 
 from ..jobs import Admitted, Ended, Failed, Job, Produced
 from . import sse
@@ -22,9 +25,10 @@ from .errors import admission, failure
 
 @dataclass
 class Outcome:
-    """What came of one choice. events: of the whole answer; entries: its ``Logprob`` list."""
+    """What came of one choice. events: of the whole answer; entries: its ``Logprob`` list; ids: of its calls, so far."""
 
     job: Job
+    ids: list = field(default_factory=list)
     events: list = field(default_factory=list)
     entries: list = field(default_factory=list)
     timings: dict = field(default_factory=dict)
@@ -41,6 +45,10 @@ def read(service, req):
     return read_object(req)
 
 
+CALL_PREFIX = {"anthropic_messages": "toolu"}
+"""What the ids of calls begin with, where it is not ``call``."""
+
+
 class Answers:
     """The choices of one request."""
 
@@ -49,6 +57,7 @@ class Answers:
         self.jobs = jobs_of(service, ask, request_id)
         for job in self.jobs:
             job.nbytes, job.outlives_reader = nbytes // len(self.jobs), not service.disconnect_abort
+        self._outcomes = {job: Outcome(job) for job in self.jobs}
 
     def submit(self):
         with admission():
@@ -61,21 +70,45 @@ class Answers:
     def events(self, gone, silence=None):
         """(job, event) as they come, and (None, None) whenever ``silence`` seconds passed without one; until every job has
         ended or one has failed. sse.ClientGone."""
-        return sse.events(self.jobs, gone, silence)
+        for job, event in sse.events(self.jobs, gone, silence):
+            match event:
+                case Produced(step):
+                    self._outcomes[job].events += step.events
+                    self._outcomes[job].entries += step.logprobs
+                case Ended(timings):
+                    self._outcomes[job].timings = timings
+                    self._remember(self._outcomes[job])
+            yield job, event
+
+    def call_id(self, job, call):
+        """The id of call number ``call`` of a choice, which nobody can guess."""
+        ids = self._outcomes[job].ids
+        while len(ids) <= call:
+            ids.append(f"{CALL_PREFIX.get(self.ask.surface, 'call')}_{secrets.token_hex(16)}")
+        return ids[call]
+
+    def _remember(self, found):
+        """Keep what a later request may refer to by the ids of an answer's calls."""
+        answer = collect(found.events)
+        if not answer.calls:
+            return
+        calls = [
+            {"id": self.call_id(found.job, i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(answer.calls)
+        ]
+        message = {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        block = next((text for text, _, n in found.generation.blocks if n == len(calls)), None)
+        messages, size = [*self.ask.messages, message], len(found.generation.prompt)
+        self._service.tools.remember((call["id"] for call in calls), block, messages, size)
 
     def collect(self, gone):
         """The :class:`Outcome` of every choice, in order. ApiError where the engine failed; sse.ClientGone."""
-        outcomes = {job: Outcome(job) for job in self.jobs}
-        for job, event in self.events(gone):
-            match event:
-                case Produced(step):
-                    outcomes[job].events += step.events
-                    outcomes[job].entries += step.logprobs
-                case Failed():
-                    raise failure(event)
-                case Ended(timings):
-                    outcomes[job].timings = timings
-        return list(outcomes.values())
+        for _, event in self.events(gone):
+            if isinstance(event, Failed):
+                raise failure(event)
+        return list(self._outcomes.values())
 
     def frames(self, wire, gone):
         """The body of a streamed answer, as ``wire`` words it."""

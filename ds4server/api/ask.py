@@ -66,7 +66,8 @@ def prompt_of(service, ask):
     conversation = service.conversation
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
-        prompt = conversation.render(ask.messages, ask.rendered_tools, options)
+        blocks = service.tools.blocks(ask.messages)
+        prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
     except ChatError as error:
         raise bad_request(str(error), error.field or ask.field) from None
     ids = conversation.encode(prompt)

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -123,7 +124,7 @@ class ChatWire:
             "index": found.job.index,
             "finish_reason": FINISH[generation.finish],
             "logprobs": self._logprob_list(found.entries),
-            "message": message(found.events),
+            "message": message(found.events, partial(self._answers.call_id, found.job)),
         }
         if self._token_ids:
             choice |= {"token_ids": generation.generated, "prompt_token_ids": generation.prompt}
@@ -136,7 +137,7 @@ class ChatWire:
         yield sse.data(self._chunks.chunk(job.index, {"role": "assistant", "content": ""}))
 
     def step(self, job, step):
-        frames = [self._chunks.delta(job.index, event) for event in step.events]
+        frames = [self._chunks.delta(job.index, event, partial(self._answers.call_id, job)) for event in step.events]
         frames = [frame for frame in frames if frame is not None]
         if self._logprobs and step.logprobs and frames:
             frames[-1]["choices"][0]["logprobs"] = self._logprob_list(step.logprobs)
@@ -196,15 +197,15 @@ class Chunks:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         return self._shared | {"choices": [choice]} | self._nulls
 
-    def delta(self, index, event):
-        """The chunk of one event, or None for events that have none."""
+    def delta(self, index, event, call_id):
+        """The chunk of one event of a choice, or None for events that have none. call_id: a call's number → its id."""
         match event:
             case Reasoning(text):
                 return self.chunk(index, {"reasoning_content": text})
             case Text(text):
                 return self.chunk(index, {"content": text})
             case CallBegin(call, name):
-                opened = {"index": call, "id": call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+                opened = {"index": call, "id": call_id(call), "type": "function", "function": {"name": name, "arguments": ""}}
                 return self.chunk(index, {"tool_calls": [opened]})
             case CallArguments(call, fragment):
                 return self.chunk(index, {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]})
@@ -212,23 +213,18 @@ class Chunks:
                 return None
 
 
-def message(events):
-    """The buffered assistant message."""
+def message(events, call_id):
+    """The buffered assistant message. call_id: a call's number → its id."""
     found = collect(events)
     out = {"role": "assistant", "content": found.text if found.text or not found.calls else None}
     if found.reasoning:
         out["reasoning_content"] = found.reasoning
     if found.calls:
         out["tool_calls"] = [
-            {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in found.calls
+            {"id": call_id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(found.calls)
         ]
     return out
-
-
-def call_id():
-    """An id that cannot be guessed."""
-    return f"call_{secrets.token_hex(16)}"
 
 
 def usage(counts):
