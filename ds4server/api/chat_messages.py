@@ -22,18 +22,18 @@ def messages(value):
 def _message(item, path):
     if not isinstance(item, dict):
         raise bad_request(f"{path} must be an object, got {kind(item)}", path)
-    role = item.get("role") or "user"
+    role = "user" if item.get("role") is None else item["role"]
     if not isinstance(role, str) or role not in ROLES:
         found = repr(role) if isinstance(role, str) else kind(role)
         raise bad_request(f"{path}.role must be one of {', '.join(ROLES)}, got {found}", f"{path}.role")
     message = {"role": ROLES[role], "content": _content(item.get("content"), f"{path}.content")}
     for name in ("name", "tool_call_id"):
         if item.get(name) is not None:
-            message[name] = _string(item[name], f"{path}.{name}")
+            message[name] = string(item[name], f"{path}.{name}")
     if role == "assistant":
         for name in ("reasoning_content", "reasoning"):
             if item.get(name) is not None:
-                message["reasoning_content"] = _string(item[name], f"{path}.{name}")
+                message["reasoning_content"] = string(item[name], f"{path}.{name}")
                 break
         if item.get("tool_calls"):
             message["tool_calls"] = _calls(item["tool_calls"], f"{path}.tool_calls")
@@ -53,9 +53,9 @@ def _part(part, path):
         raise bad_request(f"{path} must be an object, got {kind(part)}", path)
     what = part.get("type")
     if what == "text":
-        return _string(part.get("text"), f"{path}.text")
+        return string(part.get("text"), f"{path}.text")
     if what == "refusal":
-        return _string(part.get("refusal"), f"{path}.refusal")
+        return string(part.get("refusal"), f"{path}.refusal")
     if what in ("image_url", "input_audio", "file"):
         raise bad_request(f"{path} is of type {what}, and the loaded model takes text only", path)
     raise bad_request(f"{path}.type must be text or refusal, got {what!r}", f"{path}.type")
@@ -70,13 +70,13 @@ def _calls(value, path):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise bad_request(f"{at}.function must be an object, got {kind(function)}", f"{at}.function")
-        name = _string(function.get("name"), f"{at}.function.name")
-        arguments = _arguments(function.get("arguments"), f"{at}.function.arguments")
+        name = string(function.get("name"), f"{at}.function.name")
+        arguments = call_arguments(function.get("arguments"), f"{at}.function.arguments")
         calls.append({"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
 
 
-def _arguments(value, path):
+def call_arguments(value, path):
     """Call arguments in history: an object, or text that is one ("" counts as {}). Text is kept: numbers keep their form."""
     if value is None or value == "":
         return "{}"
@@ -122,7 +122,7 @@ def tools(value):
     return kept or None
 
 
-def _string(value, path):
+def string(value, path):
     if not isinstance(value, str):
         raise bad_request(f"{path} must be a string, got {kind(value)}", path)
     return value
