@@ -1,5 +1,6 @@
 """The Falcon application: routes, envelopes, CORS, and the context every resource shares."""
 
+import hmac
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -65,16 +66,24 @@ class Service:
 
 
 class Headers:
-    """Request ids on every POST, CORS where it is on, and OPTIONS on any path."""
+    """Request ids on every POST, CORS where it is on, OPTIONS on any path, and the key where one is asked for. The health check
+    and preflights need none."""
 
-    def __init__(self, cors):
-        self._cors = cors
+    def __init__(self, cors, api_key):
+        self._cors, self._api_key = cors, api_key
 
     def process_request(self, req, resp):
         req.context.request_id = f"req_{secrets.token_hex(12)}"
         if req.method == "OPTIONS":
             resp.status = falcon.HTTP_204
             resp.complete = True
+        elif self._api_key is not None and req.path != "/health" and not self._allowed(req):
+            raise errors.ApiError(401, "the API key is missing or wrong: send it as bearer token or in x-api-key")
+
+    def _allowed(self, req):
+        scheme, _, bearer = (req.get_header("Authorization") or "").partition(" ")
+        sent = bearer.strip() if scheme.lower() == "bearer" else req.get_header("x-api-key") or ""
+        return hmac.compare_digest(sent.encode(), self._api_key.encode())
 
     def process_response(self, req, resp, resource, req_succeeded):
         if req.method == "POST":
@@ -88,9 +97,9 @@ class Headers:
                 resp.set_header("Access-Control-Max-Age", "600")
 
 
-def application(service, cors=False):
-    """The WSGI application over ``service``."""
-    app = falcon.App(middleware=[Headers(cors)])
+def application(service, cors=False, api_key=None):
+    """The WSGI application over ``service``. api_key: what clients must know, if anything."""
+    app = falcon.App(middleware=[Headers(cors, api_key)])
     app.req_options.strip_url_path_trailing_slash = True
     app.resp_options.media_handlers[falcon.MEDIA_JSON] = falcon.media.JSONHandler()
     app.resp_options.default_media_type = "application/json; charset=utf-8"

@@ -302,7 +302,7 @@ def _listen(request, service):
     service.clients = lambda: sum(isinstance(found, HTTPChannel) for found in list(sockets.values()))
     try:
         server = create_server(
-            application(service, request.cors),
+            application(service, request.cors, request.api_key),
             map=sockets,
             host=request.host,
             port=request.port,

@@ -95,6 +95,7 @@ class Request:
     host: str = "127.0.0.1"
     port: int = 8000
     cors: bool = False
+    api_key: str | None = field(default=None, repr=False)
     tokens: int = OUTPUT_BUDGET
     threads: int | None = None
     chdir: str | None = None
@@ -386,11 +387,19 @@ def _disk_flags(group):
     _switch(group, "--kv-cache-reject-different-quant", "disk_same_quant", "records of the same quantization only")
 
 
+def _key(text):
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise UsageError("--api-key must be printable ASCII without spaces, and not empty")
+    return text
+
+
 def _server_flags(group):
     add = group.add_argument
     add("--host", metavar="ADDRESS", help="listening address; 0.0.0.0 is every interface (default: 127.0.0.1)")
     add("--port", metavar="N", type=_integer("--port", 0, 65535), help="listening port; 0 takes a free one (default: 8000)")
     _switch(group, "--cors", "cors", "browser cross-origin headers")
+    add("--api-key", metavar="KEY", type=_key, help="what a client must send as bearer token or x-api-key; "
+        "DS4_SERVER_API_KEY keeps it out of the process list (default: none)")  # fmt: skip
     add("-n", "--tokens", metavar="N", type=_integer("--tokens", 0),
         help=f"output budget of a request that names none (default: {OUTPUT_BUDGET})")  # fmt: skip
     add("-t", "--threads", metavar="N", type=_integer("--threads", 1), help="host threads (default: the libraries' own)")
@@ -504,6 +513,8 @@ def _environment(environ):
     count("DS4_SERVER_MAX_QUEUE_BYTES", "max_queue_bytes", unbounded=True)
     count("DS4_SERVER_MAX_QUEUE_AGE_S", "max_queue_age", unbounded=True)
     count("DS4_SERVER_COALESCE_WAIT_MS", "coalesce_wait_ms")
+    if key := get("DS4_SERVER_API_KEY"):
+        fields["api_key"] = key
     fields["disconnect_abort"] = get("DS4_SERVER_DISCONNECT_ABORT") != "0"
     surfaces = (("DS4_SERVER_CONT_ANTHROPIC", "anthropic"), ("DS4_SERVER_CONT_RESPONSES", "responses"))
     fields["serial_surfaces"] = frozenset(surface for name, surface in surfaces if get(name) == "0")

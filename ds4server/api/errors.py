@@ -42,14 +42,18 @@ def failure(failed):
 
 def kind(status):
     """The OpenAI error type of a status."""
-    return {429: "rate_limit_error"}.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    named = {401: "authentication_error", 429: "rate_limit_error"}
+    return named.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def envelope(status, message, param=None, code=None, **extra):
     return {"error": {"message": message, "type": kind(status), "param": param, "code": code, **extra}}
 
 
-ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error",
+}  # fmt: skip
 
 
 def anthropic_kind(status):
