@@ -98,6 +98,8 @@ class Job:
     index: int = 0
     """Which choice of its request it is."""
     mailbox: Mailbox = field(default_factory=Mailbox)
+    earlier: "Job | None" = None
+    """The job in place of which it is."""
 
     lane: str = SERIAL
     route_reason: str = "cont_unavailable"

@@ -18,7 +18,7 @@ from ds4ref.chat import collect
 
 from ..jobs import Admitted, Ended, Failed, Job, Produced
 from . import sse
-from .ask import jobs_of
+from .ask import again, jobs_of
 from .body import read_object
 from .errors import admission, failure
 
@@ -60,17 +60,20 @@ class Answers:
         self._outcomes = {job: Outcome(job) for job in self.jobs}
 
     def submit(self):
+        self._submit(self.jobs)
+
+    def _submit(self, jobs):
         with admission():
-            self._service.engine.submit(*self.jobs)
+            self._service.engine.submit(*jobs)
 
     def leave(self):
         for job in self.jobs:
             job.leave()
 
-    def events(self, gone, silence=None):
+    def events(self, gone, silence=None, jobs=None):
         """(job, event) as they come, and (None, None) whenever ``silence`` seconds passed without one; until every job has
         ended or one has failed. sse.ClientGone."""
-        for job, event in sse.events(self.jobs, gone, silence):
+        for job, event in sse.events(jobs or self.jobs, gone, silence):
             match event:
                 case Produced(step):
                     self._outcomes[job].events += step.events
@@ -105,10 +108,27 @@ class Answers:
 
     def collect(self, gone):
         """The :class:`Outcome` of every choice, in order. ApiError where the engine failed; sse.ClientGone."""
-        for _, event in self.events(gone):
+        self._finish(self.jobs, gone)
+        if second := [job for job in map(self._again, self.jobs) if job is not None]:
+            places = {job.earlier: job for job in second}
+            self.jobs = [places.get(job, job) for job in self.jobs]
+            self._outcomes |= {job: Outcome(job) for job in second}
+            for job in second:
+                self._submit([job])
+                self._finish([job], gone)
+        return [self._outcomes[job] for job in self.jobs]
+
+    def _finish(self, jobs, gone):
+        for _, event in self.events(gone, jobs=jobs):
             if isinstance(event, Failed):
                 raise failure(event)
-        return list(self._outcomes.values())
+
+    def _again(self, job):
+        """A second job in place of one whose call could not be read, or None."""
+        if job.generation.broken_call is None:
+            return None
+        text = collect(self._outcomes[job].events).text
+        return again(self._service, self.ask, job.request_id, job, text)
 
     def frames(self, wire, gone):
         """The body of a streamed answer, as ``wire`` words it."""
@@ -145,14 +165,15 @@ class Usage:
 
 
 def usage(service, jobs):
-    """The :class:`Usage` of a request's jobs: every distinct prompt counts once."""
+    """The :class:`Usage` of a request's jobs: every prompt of the client counts once, every token that was sampled counts."""
     kept = service.plan.effective["prefix_reuse"] != "off"
-    firsts = [job for job in jobs if job.generation.choice == 0]
+    every = [*jobs, *(job.earlier for job in jobs if job.earlier is not None)]
+    firsts = [job.earlier or job for job in jobs if job.generation.choice == 0]
     prompt = sum(len(job.generation.prompt) for job in firsts)
     cached = sum(job.cached for job in firsts)
     return Usage(
-        prompt, cached, prompt - cached if kept else 0, sum(len(job.generation.generated) for job in jobs),
-        sum(job.generation.reasoning_tokens for job in jobs),
+        prompt, cached, prompt - cached if kept else 0, sum(len(job.generation.generated) for job in every),
+        sum(job.generation.reasoning_tokens for job in every),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ about wire formats.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds4ref.chat import ChatError
@@ -15,7 +15,9 @@ from ds4ref.stop import eos_policy
 
 from ..jobs import Job, Mailbox
 from ..lanes import Needs
-from .errors import bad_request
+from .errors import ApiError, bad_request
+
+RETRIED = "the first answer held a tool call that could not be read; it was asked for again"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,27 @@ def jobs_of(service, ask, request_id):
     mailbox = Mailbox()
     if ask.messages is None:
         return [job for i, ids in enumerate(ask.prompts) for job in _raw(service, ask, request_id, mailbox, ids, i)]
+    return _rendered(service, ask, request_id, mailbox, range(ask.n))
+
+
+def again(service, ask, request_id, job, text):
+    """A second job in place of one whose call could not be read: the model sees its answer (``text``) and what is wrong with
+    it, and has the rest of the budget. None where nothing is left of it, or no room for both."""
+    generation = job.generation
+    note = f"That tool call could not be read: {generation.broken_call} Write the call again, complete and well-formed."
+    told = [{"role": "assistant", "content": text}, {"role": "user", "content": note}]
+    second = replace(ask, messages=[*ask.messages, *told], budget=generation.budget - len(generation.generated))
+    if second.budget <= 0:
+        return None
+    try:
+        (found,) = _rendered(service, second, request_id, Mailbox(), [generation.choice])
+    except ApiError:
+        return None
+    found.index, found.earlier, found.fallback_reason = job.index, job, RETRIED
+    return found
+
+
+def _rendered(service, ask, request_id, mailbox, choices):
     prompt, ids, options = prompt_of(service, ask)
     check_length(service, ids, ask.field)
     conversation, tools = service.conversation, ask.rendered_tools
@@ -112,7 +135,7 @@ def jobs_of(service, ask, request_id):
     opening = conversation.opening(ask.messages, tools, options, ids) if service.plan.effective["disk"] else None
     return [
         _job(service, ask, request_id, mailbox, ids, choice, prompt=prompt, tools=tools, marks=marks, opening=opening)
-        for choice in range(ask.n)
+        for choice in choices
     ]
 
 
