@@ -7,6 +7,7 @@ from functools import cache
 from math import prod
 
 from ds4ref import snapshots
+from ds4ref.chat import CallBegin, Prompt
 
 from . import banks, capabilities, host, identity, kvpolicy, pricing
 from .evidence import RESIDENT_BANKS
@@ -14,6 +15,7 @@ from .keeper import Keeper
 from .kvstore import Form, Store
 from .lanes import SWITCHES, Environment
 from .scheduler import Schedule
+from .toolmemory import ToolMemory
 
 
 def slots(plan):
@@ -68,6 +70,24 @@ def engine_options(request, plan, row, model, count):
         "grouped": plan.effective["decode_execution"] == "grouped",
         "coalesce_ms": request.coalesce_wait_ms,
     }
+
+
+# Tool calls
+
+
+def tool_memory(request, store, conversation):
+    """The :class:`ToolMemory` of a process. store: the disk store, or None."""
+
+    def stored(ids):
+        found = store.tool_blocks([name.encode() for name in ids])
+        return {name.decode(): block.decode() for name, block in found.items()}
+
+    def calls_in(text, tools):
+        parser = conversation.chat.parser(Prompt(""), tools)
+        return sum(isinstance(event, CallBegin) for event in [*parser.feed(text), *parser.finish("stop")])
+
+    known = {} if store is None else {"stored": stored}
+    return ToolMemory(request.tool_ids, request.exact_tool_replay, calls_in=calls_in, **known)
 
 
 # The disk store

@@ -27,8 +27,7 @@ PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
 
 UNAVAILABLE = {
-    "mtp_margin": "--mtp-margin", "tool_ids": "--tool-memory-max-ids", "exact_tool_replay": "--disable-exact-dsml-tool-replay",
-    "strict_model": "--strict-model", "model_catalog": "--model-catalog", "quality": "--quality",
+    "mtp_margin": "--mtp-margin", "strict_model": "--strict-model", "model_catalog": "--model-catalog", "quality": "--quality",
 }  # fmt: skip
 """Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
 
@@ -240,6 +239,7 @@ def _open(request, found, plan, path, toy, trace):
         ignore_eos=request.eos_policy == "global",
         ignore_eos_in_reasoning=request.eos_policy == "reasoning",
         disconnect_abort=request.disconnect_abort,
+        tools=assembly.tool_memory(request, keeper.store, conversation),
     )
     return service, facts
 

@@ -18,10 +18,10 @@ MAX_PENDING_TOKENS = 16 << 20  # of their prompts
 
 class ToolMemory:
     """max_ids: of calls whose blocks are kept; exact: whether blocks are kept at all. stored: a function from ids to the blocks
-    that records on disk name (id → text), called from any thread; calls_in: a function from a block's text to the number of
-    calls in it. Any thread may use it."""
+    that records on disk name (id → text), called from any thread; calls_in: a function from a block's text and a
+    request's tools to the number of calls in it. Any thread may use it."""
 
-    def __init__(self, max_ids=MAX_IDS, exact=True, stored=lambda ids: {}, calls_in=lambda text: 1):
+    def __init__(self, max_ids=MAX_IDS, exact=True, stored=lambda ids: {}, calls_in=lambda text, tools: 1):
         self._max_ids, self._exact, self._stored, self._calls_in = max_ids, exact, stored, calls_in
         self._lock = threading.Lock()
         self._blocks = OrderedDict()  # a block's ids → the block, the one used last at the end
@@ -54,29 +54,29 @@ class ToolMemory:
             for name in ids:
                 del self._ids_of[name]
 
-    def blocks(self, messages):
-        """Id → :class:`Block` of the calls in ``messages`` that are known, for ``Conversation.render``."""
+    def blocks(self, messages, tools=None):
+        """Id → :class:`Block` of the calls in ``messages`` that are known, for ``Conversation.render`` with ``tools``."""
         if not self._exact:
             return {}
         wanted = [str(call.get("id")) for message in messages for call in message.get("tool_calls") or () if call.get("id")]
         with self._lock:
             missing = [name for name in wanted if name not in self._ids_of]
         if missing:
-            self._load(missing)
+            self._load(missing, tools)
         with self._lock:
             found = {name: self._ids_of[name] for name in wanted if name in self._ids_of}
             for ids in dict.fromkeys(found.values()):
                 self._blocks.move_to_end(ids)
             return {name: self._blocks[ids] for name, ids in found.items()}
 
-    def _load(self, ids):
+    def _load(self, ids, tools):
         """Take over what the disk knows of ``ids``, which are in the order of the conversation: as many consecutive ones as a
         block has calls belong to it."""
         texts, at = self._stored(ids), 0
         ids = [name for name in ids if name in texts]
         while at < len(ids):
             text = texts[ids[at]]
-            group = tuple(ids[at : at + max(1, self._calls_in(text))])
+            group = tuple(ids[at : at + max(1, self._calls_in(text, tools))])
             at += len(group)
             if all(texts[name] == text for name in group):
                 with self._lock:

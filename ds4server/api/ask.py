@@ -68,7 +68,7 @@ def prompt_of(service, ask):
     conversation = service.conversation
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
-        blocks = service.tools.blocks(ask.messages)
+        blocks = service.tools.blocks(ask.messages, ask.rendered_tools)
         prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
     except ChatError as error:
         raise bad_request(str(error), error.field or ask.field) from None

@@ -3,7 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4server.assembly import tool_memory
+from ds4server.options import read
 from ds4server.toolmemory import MAX_PENDING, ToolMemory
+
+from .inprocess import CONVERSATION
 
 
 def history(*ids):
@@ -51,7 +55,8 @@ def test_the_one_used_longest_ago_goes_first(script):
 def test_blocks_come_back_from_disk_in_their_groups():
     """Two answers with the same text of one call, then one of two calls."""
     texts = {"a": "f", "b": "f", "c": "gg", "d": "gg"}
-    memory = ToolMemory(stored=lambda ids: {name: texts[name] for name in ids if name in texts}, calls_in=len)
+    stored = lambda ids: {name: texts[name] for name in ids if name in texts}  # noqa: E731
+    memory = ToolMemory(stored=stored, calls_in=lambda text, tools: len(text))
     found = memory.blocks([*history("a"), *history("b"), *history("c", "d"), *history("e")])
     assert {name: block.ids for name, block in found.items()} == {"a": ("a",), "b": ("b",), "c": ("c", "d"), "d": ("c", "d")}
 
@@ -64,3 +69,18 @@ def test_what_waits_for_results():
     assert memory.pending(["1b", "1a"]) == history("1a", "1b")
     assert memory.pending(["1a"]) is None, "all results belong together"
     assert memory.known() == (0, 0)
+
+
+def test_the_calls_of_a_block_are_counted_by_the_protocol():
+    one = '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
+    texts = {f"id{n}": f"\n\n<｜DSML｜tool_calls>\n{one * 2}</｜DSML｜tool_calls>" for n in range(4)}
+
+    class Store:
+        def tool_blocks(self, ids):
+            return {name: texts[name.decode()].encode() for name in ids if name.decode() in texts}
+
+    memory = tool_memory(read([], {}), Store(), CONVERSATION)
+    found = memory.blocks(history(*texts), [{"type": "function", "function": {"name": "f"}}])
+    assert [block.ids for block in found.values()] == [("id0", "id1")] * 2 + [("id2", "id3")] * 2
+    assert tool_memory(read(["--disable-exact-dsml-tool-replay"], {}), Store(), CONVERSATION).blocks(history("id0")) == {}
+    assert tool_memory(read(["--tool-memory-max-ids", "2"], {}), None, CONVERSATION).blocks(history("id0")) == {}
