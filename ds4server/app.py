@@ -11,6 +11,7 @@ import falcon
 from ds4ref.conversation import Conversation
 
 from .api import errors, status
+from .api.anthropic import CountTokens, Messages
 from .api.chat import ChatCompletions
 from .engine import Engine
 from .metrics import Durations
@@ -112,4 +113,6 @@ def application(service, cors=False, api_key=None):
     app.add_route("/metrics", status.Metrics(service))
     app.add_route("/health", status.Health(service))
     app.add_route("/v1/chat/completions", ChatCompletions(service))
+    app.add_route("/v1/messages", Messages(service))
+    app.add_route("/v1/messages/count_tokens", CountTokens(service))
     return app

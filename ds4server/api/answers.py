@@ -12,6 +12,7 @@ What ``whole`` and the frames say follows from the same events.
 """
 
 import secrets
+import time
 from dataclasses import dataclass, field
 
 from ds4ref.chat import collect
@@ -131,26 +132,37 @@ class Answers:
         return again(self._service, self.ask, job.request_id, job, text)
 
     def frames(self, wire, gone):
-        """The body of a streamed answer, as ``wire`` words it."""
+        """The body of a streamed answer, as ``wire`` words it. What is held back or left out is silence to the client."""
+        keepalive, sent = self._service.keepalive, time.monotonic()
         try:
             if not self.jobs[0].admitted.wait(0.02):
                 yield sse.QUEUED
-            for job, event in self.events(gone, self._service.keepalive):
-                match event:
-                    case None:
-                        yield wire.silence()
-                    case Admitted():
-                        yield from wire.begin(job)
-                    case Produced(step):
-                        yield from wire.step(job, step)
-                    case Ended(timings):
-                        yield from wire.end(job, timings)
-                    case Failed():
-                        yield from wire.failed(event)
-                        return
+            for job, event in self.events(gone, keepalive):
+                frames = list(_worded(wire, job, event))
+                if not frames and time.monotonic() - sent >= keepalive:
+                    frames = [wire.silence()]
+                yield from frames
+                sent = time.monotonic() if frames else sent
+                if isinstance(event, Failed):
+                    return
             yield from wire.close()
         except sse.ClientGone:
             return
+
+
+def _worded(wire, job, event):
+    """The frames of one event."""
+    match event:
+        case None:
+            return [wire.silence()]
+        case Admitted():
+            return wire.begin(job)
+        case Produced(step):
+            return wire.step(job, step)
+        case Ended(timings):
+            return wire.end(job, timings)
+        case Failed():
+            return wire.failed(event)
 
 
 @dataclass(frozen=True)
