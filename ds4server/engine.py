@@ -69,6 +69,7 @@ class Engine:
         with self._changed:
             self._check(sum(job.nbytes for job in jobs))
             self._submitted["started"] += len(jobs)
+            self._submitted.update(f"think.{job.think}" for job in jobs)
             self._nbytes += sum(job.nbytes for job in jobs)
             self._arrivals += jobs
             self._changed.notify()

@@ -98,6 +98,8 @@ class Job:
     index: int = 0
     """Which choice of its request it is."""
     mailbox: Mailbox = field(default_factory=Mailbox)
+    think: str = "none"
+    """The level of reasoning: none, low, high or max."""
     earlier: "Job | None" = None
     """The job in place of which it is."""
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds4ref.chat import ChatError
+from ds4ref.chat import ChatError, Prompt
 from ds4ref.sampling import SamplingParams
 from ds4ref.stop import eos_policy
 
 from ..jobs import Job, Mailbox
 from ..lanes import Needs
-from .errors import ApiError, bad_request
+from .errors import ApiError, bad_request, unknown_model
 
 RETRIED = "the first answer held a tool call that could not be read; it was asked for again"
 
@@ -87,6 +87,12 @@ def check_length(service, ids, name):
         )  # fmt: skip
 
 
+def _check_model(service, name):
+    """ApiError 404 for the name of a model that is not the one here, where names are taken at their word."""
+    if service.strict_model and name is not None and name not in service.names:
+        raise unknown_model(service, name)
+
+
 def _refuse_constraints(ask):
     """Fields whose meaning this version cannot honour are errors, never ignored."""
     if ask.form is not None:
@@ -103,6 +109,7 @@ def _refuse_constraints(ask):
 
 def jobs_of(service, ask, request_id):
     """The jobs of a request, prompt by prompt and choice by choice, all with one mailbox. ApiError 400 for what is wrong."""
+    _check_model(service, ask.model)
     _refuse_constraints(ask)
     mailbox = Mailbox()
     if ask.messages is None:
@@ -127,35 +134,58 @@ def again(service, ask, request_id, job, text):
     return found
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What a job starts from: token ids, and what is known of a rendered prompt."""
+
+    ids: list[int]
+    prompt: Prompt | None = None
+    tools: list[dict] | None = None
+    marks: tuple[int, ...] = ()
+    opening: int | None = None
+    think: str = "none"
+
+
 def _rendered(service, ask, request_id, mailbox, choices):
     prompt, ids, options = prompt_of(service, ask)
     check_length(service, ids, ask.field)
     conversation, tools = service.conversation, ask.rendered_tools
     marks = conversation.marks(ask.messages, tools, options, ids)
     opening = conversation.opening(ask.messages, tools, options, ids) if service.plan.effective["disk"] else None
-    return [
-        _job(service, ask, request_id, mailbox, ids, choice, prompt=prompt, tools=tools, marks=marks, opening=opening)
-        for choice in choices
-    ]
+    source = _Source(ids, prompt, tools, marks, opening, think_level(prompt, options))
+    return [_job(service, ask, request_id, mailbox, source, choice, choice) for choice in choices]
 
 
 def _raw(service, ask, request_id, mailbox, ids, i):
     check_length(service, ids, ask.field)
-    return [_job(service, ask, request_id, mailbox, ids, choice, index=i * ask.n + choice) for choice in range(ask.n)]
+    return [_job(service, ask, request_id, mailbox, _Source(ids), choice, i * ask.n + choice) for choice in range(ask.n)]
 
 
-def _job(service, ask, request_id, mailbox, ids, choice, *, index=None, prompt=None, tools=None, marks=(), opening=None):
+LEVELS = {"high": "high", "xhigh": "high", "max": "max"}
+
+
+def think_level(prompt, options):
+    """The level of reasoning that is counted: what was asked for, as far as it is in effect. One that the family has not, or
+    that its template takes for its ordinary reasoning, counts under its own name."""
+    if not prompt.thinking:
+        return "none"
+    return "low" if prompt.fallback_reason else LEVELS.get(options.effort, "low")
+
+
+def _job(service, ask, request_id, mailbox, source, choice, index):
     generation = service.conversation.generation(
-        ids, ask.sampling, budget=service.default_budget if ask.budget is None else ask.budget,
-        context=service.context, prompt=prompt, tools=tools, stop_strings=ask.stops,
+        source.ids, ask.sampling, budget=service.default_budget if ask.budget is None else ask.budget,
+        context=service.context, prompt=source.prompt, tools=source.tools, stop_strings=ask.stops,
         eos=eos_policy(service.ignore_eos or ask.ignore_eos, service.ignore_eos_in_reasoning),
         stream=ask.stream, choice=choice, vocabulary=service.vocabulary, single=not ask.parallel,
     )  # fmt: skip
+    prompt = source.prompt
     needs = Needs(
-        len(ids), generation.budget, greedy=ask.sampling.temperature == 0, stream=ask.stream,
-        thinks=prompt is not None and prompt.thinking, stops=bool(ask.stops), tools=bool(tools), token_ids=ask.token_ids,
+        len(source.ids), generation.budget, greedy=ask.sampling.temperature == 0, stream=ask.stream,
+        thinks=prompt is not None and prompt.thinking, stops=bool(ask.stops), tools=bool(source.tools),
+        token_ids=ask.token_ids,
     )  # fmt: skip
     return Job(
-        generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, marks, needs, opening=opening,
-        index=choice if index is None else index, mailbox=mailbox,
+        generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, source.marks, needs,
+        opening=source.opening, index=index, mailbox=mailbox, think=source.think,
     )  # fmt: skip

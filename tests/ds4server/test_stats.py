@@ -142,3 +142,11 @@ def test_a_real_server_serves_its_plan(server, api):
     assert set(stats["serving"]) >= {"requested", "effective", "qualified", "issues"}
     assert stats["recent"][0] == stats["last_request"] and len(stats["recent"]) <= 32
     assert stats["requests"]["started"] == sum(n for name, n in stats["requests"].items() if name != "started")
+
+
+def test_requests_are_counted_by_their_reasoning():
+    with running(Scripted("ok")) as found:
+        for fields in ({"think": False}, {}, {"reasoning_effort": "high"}, {"reasoning_effort": "max"}, {"think": True, "n": 2}):
+            assert found.chat(**fields).status_code == 200
+        # max needs a context that this server has not, and falls back
+        assert found.stats()["think_modes"] == {"none": 1, "low": 4, "high": 1, "max": 0}
