@@ -3,10 +3,13 @@
 Knows nothing about models, states or HTTP.
 """
 
+from functools import cached_property
+
 from . import chat
 from .chat.request import thinking
 from .generation import Generation
 from .gguf import ArtifactError
+from .guidance import Guidance, ReasoningTokens, straddling
 from .stop import ReasoningTracker, StopPolicy
 from .tokenizer import Tokenizer
 
@@ -34,9 +37,10 @@ class Conversation:
         ends = (tokenizer.eos_id, *tokenizer.eot_ids, *named)
         self.end_ids = frozenset(i for i in ends if i is not None)
 
-    def render(self, messages, tools=None, options=None):
-        """The prompt of a conversation. ChatError for messages that cannot be rendered."""
-        return self.chat.render(messages, tools, options or chat.Options())
+    def render(self, messages, tools=None, options=None, blocks=None):
+        """The prompt of a conversation. blocks: call id → the ``chat.Block`` kept for it, which is rendered as it was
+        sampled. ChatError for messages that cannot be rendered."""
+        return self.chat.render(messages, tools, options or chat.Options(), blocks)
 
     def options_of(self, request, context=None, alias=None):
         """What a Chat Completions request asks of the rendering: its thinking controls and template variables."""
@@ -100,17 +104,51 @@ class Conversation:
         return self.tokenizer.with_bos(self.tokenizer.encode(text))
 
     def generation(self, ids, params, *, budget, context, prompt=None, tools=None, stop_strings=(), eos="model",
-                   stream=False, choice=0, vocabulary=None, single=False):  # fmt: skip
-        """The answer to ``ids``: parsed by the chat protocol when ``prompt`` is the rendered prompt, raw text when None."""
-        parser = tracker = None
+                   stream=False, choice=0, vocabulary=None, single=False, grammar=None, thinking_budget=None):  # fmt: skip
+        """The answer to ``ids``: parsed by the chat protocol when ``prompt`` is the rendered prompt, raw text when None.
+
+        grammar: what the answer behind its reasoning must follow (``guidance``), which is begun anew for each generation.
+        thinking_budget: reasoning tokens after which the marker that ends reasoning is forced.
+        """
+        parser = tracker = guidance = None
         markers = frozenset()
         if prompt is not None:
             markers = frozenset(self.chat.protocol.MARKERS)
-            parser = self.chat.parser(prompt, tools, stream=stream, single=single)
+            parser = self.chat.parser(prompt, tools, stream=stream, single=single, tentative=grammar is None)
             opening, closing = ([tag.encode() for tag in tags] for tags in chat.reasoning_tags(self.chat.protocol))
             if opening:
                 tracker = ReasoningTracker(tuple(opening), tuple(closing), prompt.thinking)
+        if grammar is not None or (thinking_budget is not None and tracker is not None):
+            guidance = self._guidance(prompt, grammar, thinking_budget)
         return Generation(
             self.tokenizer, list(ids), params, budget, context, StopPolicy(self.end_ids, eos=eos), parser,
-            markers, tuple(stop_strings), tracker, choice, vocabulary,
+            markers, tuple(stop_strings), tracker, choice, vocabulary, guidance,
         )  # fmt: skip
+
+    def _guidance(self, prompt, grammar, budget):
+        openings, closings = chat.reasoning_tags(self.chat.protocol)
+        if prompt is None or not openings:
+            return Guidance(grammar=grammar)
+        text = prompt.text.rstrip()
+        opened = next((tag for tag in openings if text.endswith(tag)), openings[0])
+        return Guidance(
+            self._reasoning_tokens, grammar, budget, reasoning_open=prompt.thinking,
+            may_open=not text.endswith(closings), closing=self._closing_ids(opened),
+        )  # fmt: skip
+
+    def _closing_ids(self, opening):
+        openings, closings = chat.reasoning_tags(self.chat.protocol)
+        at = openings.index(opening)
+        return tuple(self.tokenizer.encode(closings[at] if len(closings) == len(openings) else closings[0]))
+
+    @cached_property
+    def _reasoning_tokens(self):
+        tokenizer = self.tokenizer
+        openings, closings = chat.reasoning_tags(self.chat.protocol)
+        special = tokenizer.specials
+        markers = {special[text] for text in self.chat.protocol.MARKERS if text in special and text not in closings}
+        return ReasoningTokens(
+            {special[text]: self._closing_ids(text) for text in openings if text in special},
+            self.end_ids | markers,
+            straddling([tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)], [tag.encode() for tag in closings]),
+        )

@@ -9,14 +9,18 @@ Sans-IO: it never runs a model. Whoever does hands over the logits of the newest
         if generation.finish is None:
             logits = model.step(state, step.token)
 
-The order inside a step: stop policy's mask, sampler, end tokens; then bytes → text (never half a character) → the chat
-protocol's parser → stop strings on what is visible; then the budget. Serial, batched and speculative decoding all drive
-this one object, so an answer does not depend on the lane that computed it.
+The order inside a step: masks of grammar and stop policy, sampler, end tokens; then bytes → text (never half a character)
+→ the chat protocol's parser → stop strings on what is visible; then the budget. Serial, batched and speculative decoding
+all drive this one object, so an answer does not depend on the lane that computed it. What a grammar or a budget of
+reasoning does to the choice of tokens is ``guidance``'s.
 """
 
 from dataclasses import dataclass, field
 
-from .chat.events import CallBegin, Event, Reasoning, Text
+import numpy as np
+
+from .chat.events import CallBegin, CallEnd, Event, Reasoning, Text
+from .guidance import Guidance
 from .sampling import Counts, SamplingParams, logprobs, sample
 from .stop import Finish, ReasoningTracker, StopPolicy, StopStrings
 from .tokenizer import Detokenizer
@@ -63,6 +67,8 @@ class Generation:
     tracker: ReasoningTracker | None = None
     choice: int = 0
     vocabulary: int | None = None
+    guidance: Guidance | None = None
+    """What constrains the choice of tokens beyond the policy: a grammar, a budget of reasoning."""
     generated: list[int] = field(default_factory=list)
     finish: Finish | None = None
     matched_stop: str | None = None
@@ -78,12 +84,32 @@ class Generation:
         self._counts = Counts(self.vocabulary or self.tokenizer.vocab_size, self.prompt) if self.params.penalised else None
         self._detokenizer = Detokenizer(self.tokenizer)
         self._stops = StopStrings(self.stop_strings)
+        self._calls = 0  # complete ones
         self._special = frozenset(self.tokenizer.specials.values())
         self._reasoning = self.tracker is not None and self.tracker.is_open
         self._visible = 0  # characters of visible text produced, before stop strings hold any back
         self._delivered = 0
         self._unplaced = []  # logprobs of tokens whose text has not come out of the parser yet
         self._placed = []  # (end in visible text, logprob), not delivered yet
+
+    @property
+    def blocks(self):
+        """The call blocks of a finished answer that may be replayed exactly, each as (text, index of its first call, number
+        of calls): the text as sampled, from the white space before it to its closing tag. Calls that were repaired, or that
+        have visible text behind them, are in none."""
+        text = None if self.parser is None or self.finish is None else self.parser.block
+        return [] if text is None else [(text, 0, self._calls)]
+
+    @property
+    def broken_call(self):
+        """Why a call of a finished answer could not be read (one sentence), None if all could or the budget ended it."""
+        ended = self.finish in (Finish.STOP, Finish.TOOL_CALLS, Finish.STOP_STRING)
+        return self.parser.malformed if ended and self.parser is not None else None
+
+    @property
+    def forced(self):
+        """The token that comes next whatever the logits are, None if they decide."""
+        return None if self.guidance is None else self.guidance.forced(self.reasoning_tokens)
 
     def start(self):
         """Call once before the first token: a budget of zero ends here, with nothing sampled."""
@@ -95,7 +121,10 @@ class Generation:
             raise ValueError(f"the answer has ended ({self.finish})")
         masked = self.policy.masked(self.tracker is not None and self.tracker.is_open)
         position = len(self.prompt) + len(self.generated)
-        token = sample(logits, self.params, position, counts=self._counts, banned=masked, choice=self.choice)
+        token = self.forced
+        if token is None:
+            banned = self._banned(masked, len(logits))
+            token = sample(logits, self.params, position, counts=self._counts, banned=banned, choice=self.choice)
         if self.policy.is_end(token):
             return self._end(Finish.STOP, token, [])
         if self.params.logprobs and not self.tokenizer.is_control(token):
@@ -104,9 +133,12 @@ class Generation:
         self.generated.append(token)
         if self._counts is not None:
             self._counts.add(token)
-        if self.tracker is not None:
+        if self.tracker is not None and not (self.guidance and self.guidance.in_answer):
             self.tracker = self.tracker.after(self.tokenizer.token_bytes(token))
+        if self.guidance is not None:
+            self.guidance.accept(token, self.tracker is not None and self.tracker.is_open)
         parsed = self._parse(token)
+        self._calls += sum(isinstance(event, CallEnd) for event in parsed)
         if parsed:
             self._reasoning = isinstance(parsed[-1], Reasoning)
         if token in self._special and not any(isinstance(e, Text) and self.tokenizer.piece(token) in e.text for e in parsed):
@@ -117,9 +149,25 @@ class Generation:
             return self._close(Finish.STOP_STRING, token, events)
         if self.parser is not None and self.parser.stopped:
             return self._end(Finish.STOP, token, events)
+        if self.guidance is not None and self.guidance.complete:
+            return self._end(Finish.STOP, token, events)
         if len(self.generated) >= self._limit:
             return self._end(self._limit_reason, token, events)
         return self._step(token, events)
+
+    def _banned(self, masked, rows):
+        """What the policy (``masked``) and the guidance exclude: ids, or bool [rows] under a grammar."""
+        banned = () if self.guidance is None else self.guidance.banned(self.tracker.tail if self.tracker else b"")
+        if not isinstance(banned, np.ndarray):
+            return masked.union(banned) if banned else masked
+        out = np.ones(rows, dtype=bool)
+        out[: len(banned)] = banned
+        ends = list(masked)
+        allowed = out[ends].copy()
+        out[ends] = True
+        if out.all():  # nothing but the end may come, so no policy keeps it away
+            out[ends] = allowed
+        return out
 
     def _parse(self, token):
         """The parser's events for one token."""
@@ -174,7 +222,9 @@ class Generation:
         """No further token: flush every stage and settle the reason."""
         ended = "stop" if reason is Finish.STOP else "length"
         if self.parser is not None:
-            events = events + self._visible_events(self.parser.finish(ended))
+            rest = self.parser.finish(ended)
+            self._calls += sum(isinstance(event, CallEnd) for event in rest)
+            events = events + self._visible_events(rest)
             reason = {"tool_calls": Finish.TOOL_CALLS, "length": Finish.LENGTH}.get(self.parser.outcome, Finish.STOP)
             if reason is Finish.LENGTH and ended == "length":
                 reason = self._limit_reason

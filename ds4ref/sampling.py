@@ -131,11 +131,11 @@ class Counts:
 def distribution(logits, params, *, counts=None, banned=()):
     """``probs`` [V] float64: the exact distribution that ordinary decoding samples from at this position.
 
-    ``logits`` [V]: finite numbers, or −inf for a token that cannot occur. ``banned``: token ids the stop policy or a
-    grammar excludes here. ``counts``: the history, needed when ``params.penalised``. In order:
+    ``logits`` [V]: finite numbers, or −inf for a token that cannot occur. ``banned``: what the stop policy or a grammar
+    excludes here, token ids or a bool array [V]. ``counts``: the history, needed when ``params.penalised``. In order:
 
     1. *Mask*: x[banned] = −inf.
-    2. *Logit bias*: x += bias; a bias of −100 sets −inf.
+    2. *Logit bias*: x += bias; a bias of −100 sets −inf, except where that would leave no token at all.
     3. *Penalties*, first repetition θ on every token of prompt or answer: x/θ where x > 0, x·θ elsewhere (Keskar et al.
        2019, CTRL, section 4.1, whose plain division would reward a repeated token with a negative logit; the field
        multiplies there); then x −= frequency · (times generated) + presence · [generated at all] (OpenAI API reference).
@@ -185,10 +185,12 @@ def _adjusted(logits, params, counts, banned):
     if params.logit_bias:
         tokens = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         bias = np.fromiter(params.logit_bias.values(), dtype=np.float64)
-        x[tokens] += np.where(bias == BAN, -np.inf, bias)
+        biased = x.copy()
+        biased[tokens] += np.where(bias == BAN, -np.inf, bias)
+        x = biased if np.max(biased) > -np.inf else x
     possible = x > -np.inf
     if not possible.any():
-        raise ValueError("no token is left to sample: every one is banned by the stop policy, a grammar or logit_bias")
+        raise ValueError("no token is left to sample: every one is banned by the stop policy or a grammar")
     if params.penalised:
         if counts is None:
             raise ValueError("the penalties need the counts of the sequence, got none")
@@ -207,13 +209,18 @@ def _penalised(x, params, counts):
 
 
 def _masked(logits, banned):
-    """A float64 copy of ``logits`` [V] with the banned ids at −inf."""
+    """A float64 copy of ``logits`` [V] with what is banned (ids, or a bool array [V]) at −inf."""
     x = np.array(logits, dtype=np.float64)
     if x.ndim != 1 or not len(x):
         raise ValueError(f"logits must be one row of at least one number, got shape {x.shape}")
     bad = np.flatnonzero(~(x < np.inf))
     if len(bad):
         raise ValueError(f"logits must be finite or -inf, got {x[bad[0]]} for token {bad[0]}")
+    if isinstance(banned, np.ndarray) and banned.dtype == bool:
+        if banned.shape != x.shape:
+            raise ValueError(f"banned must have one entry for each of {len(x)} tokens, got shape {banned.shape}")
+        x[banned] = -np.inf
+        return x
     ids = np.fromiter(banned, dtype=np.int64)
     outside = ids[(ids < 0) | (ids >= len(x))]
     if len(outside):
@@ -235,12 +242,12 @@ def fresh_seed():
     return secrets.randbits(64)
 
 
-def uniform(seed, choice, position):
+def uniform(seed, choice, position, lane=0):
     """The random number in [0, 1) of one draw: Philox4x64-10 (Salmon et al. 2011), key (seed mod 2⁶⁴, choice), counter
-    (position, 0, 0, 0), which NumPy advances by one before the first block; the upper 53 bits of that block's first word.
-    There is no state, so any draw can be repeated alone."""
+    (position, lane, 0, 0), which NumPy advances by one before the first block; the upper 53 bits of that block's first word.
+    There is no state, so any draw can be repeated alone. The sampler's lane is 0; others decide about drafts."""
     key = np.array([int(seed) % WORD, choice], dtype=np.uint64)
-    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    counter = np.array([position, lane, 0, 0], dtype=np.uint64)
     return (np.random.Philox(key=key, counter=counter).random_raw() >> 11) * 2.0**-53
 
 
@@ -256,8 +263,11 @@ def sample(logits, params, position, *, counts=None, banned=(), choice=0):
     """The token id at ``position`` of the sequence (prompt included) for the answer number ``choice``.
 
     Greedy at temperature 0 (equal logits: lowest id), which needs no seed. Otherwise ``params.seed`` must be a number;
-    arguments and errors are those of ``distribution``.
+    arguments and errors are those of ``distribution``. Logits that know how their token is found (``settle``, as those of a
+    position with a draft do) are asked for it.
     """
+    if hasattr(logits, "settle"):
+        return logits.settle(params, position, counts=counts, banned=banned, choice=choice)
     if params.temperature == 0:
         return int(np.argmax(_adjusted(logits, params, counts, banned)))
     if params.seed is None:

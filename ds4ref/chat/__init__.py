@@ -8,8 +8,10 @@ One module per protocol, `ds4ref/chat/<protocol>.py`, with this surface:
     def settings(metadata, name) -> dict        optional: what the artifact fixes, as keywords of `render`
     def refuse_template(template) -> str | None optional: why an embedded template is not this protocol's
     def render(messages, tools, options, *, template=None, specials=NO_SPECIALS, blocks={}, **settings) -> Prompt
+    CALLS: grammars.Calls       how calls are written, for constrained sampling; or, where the artifact or request decides,
+    def calls(options, **settings) -> grammars.Calls
     class Parser:
-        def __init__(self, thinking, tools=None, *, stream=True, single=False)
+        def __init__(self, thinking, tools=None, *, stream=True, single=False, tentative=True)
         def feed(self, text) -> list[Event]     sampled text, in pieces of any size
         def mark(self, literal) -> list[Event]  one sampled token of MARKERS (only if there are any)
         def finish(self, ended) -> list[Event]  ended: "stop" (an end token) or "length" (the budget)
@@ -26,7 +28,7 @@ parts), `reasoning_content`, `tool_calls` [{id, type, function: {name, arguments
 `render` follows the artifact's own template if it has one of this protocol (`jinja.render`), else the protocol's
 written rules. Text that users supply is guarded (`guard.Guard`) in both. With stream=True a call is announced as soon
 as its name is known; with stream=False only when it is complete, so that a malformed or unfinished one can still become
-visible text. single=True stops after the first call.
+visible text. single=True stops after the first call. tentative=False: call markup inside reasoning is reasoning.
 
 Knows nothing about tokens beyond the text of the special ones, and nothing about HTTP.
 """
@@ -149,10 +151,17 @@ class Chat:
         return self.protocol.render(messages, tools, options, template=self.template, specials=self.specials,
                                     blocks=blocks or {}, **self.settings)
 
-    def parser(self, prompt: Prompt, tools: Sequence[Mapping] | None, *, stream: bool = True,
-               single: bool = False) -> Any:
-        """A parser for what is sampled after prompt. single: stop after the first call."""
-        return self.protocol.Parser(prompt.thinking, list(tools) if tools else None, stream=stream, single=single)
+    def parser(self, prompt: Prompt, tools: Sequence[Mapping] | None, *, stream: bool = True, single: bool = False,
+               tentative: bool = True) -> Any:
+        """A parser for what is sampled after prompt. single: stop after the first call. tentative: whether calls that stand
+        inside open reasoning may be calls."""
+        return self.protocol.Parser(prompt.thinking, list(tools) if tools else None, stream=stream, single=single,
+                                    tentative=tentative)
+
+    def calls(self, options: Options) -> Any:
+        """How calls are written (`grammars.Calls`)."""
+        decide = getattr(self.protocol, "calls", None)
+        return self.protocol.CALLS if decide is None else decide(options, **self.settings)
 
 
 def for_artifact(metadata: Mapping[str, Any], specials: Specials, name: str = "") -> Chat:

@@ -18,13 +18,14 @@ Knows nothing about reasoning or visible text (`framed`).
 """
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import regex
 
-from ds4ref.chat import jsontext, schema
+from ds4ref.chat import grammars, jsontext, schema
 from ds4ref.chat.framed import WHITE
+from ds4ref.chat.lark import Writer, escape
 from ds4ref.chat.xmlcalls import json_value
 
 _NAME = re.compile(r"[ \t\r\n]*([A-Za-z0-9_.:/-]{0,129})([ \t\r\n]*)")
@@ -50,6 +51,14 @@ class Tags:
     def inside(self) -> tuple[str, ...]:
         """The tags inside a call, with its closing tag."""
         return (self.call[1], *self.key, *self.value, *self.type)
+
+
+def call(tags: Tags, before: str, middle: str, between: str, after: str) -> Callable[[Writer, grammars.Function], str]:
+    """The `grammars.Calls.call` of a family. before: "{name}" and what follows it; middle: between key and value; between:
+    behind a value; after: in front of the call's closing tag."""
+    bare = grammars.Bare(tags.value[1], f"{escape(tags.value[1])}|{escape(tags.call[1])}")
+    key = (tags.key[0], tags.key[1] + middle + tags.value[0])
+    return grammars.bare_call(before, after + tags.call[1], key, bare, between)
 
 
 class ArgKeys:

@@ -5,10 +5,11 @@ Knows nothing about one family's order of things, and nothing about token ids.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ds4ref.chat import Block, Options, flatten, split_reasoning, turns
+from ds4ref.chat import Block, Options, flatten, grammars, split_reasoning, turns
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.framed import Format
 from ds4ref.chat.guard import Guard
+from ds4ref.chat.lark import escape
 from ds4ref.chat.xmlcalls import Syntax, XmlCall
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -47,6 +48,17 @@ def answers(syntax: Syntax) -> Format:
     """The format of answers with reasoning and calls of this syntax."""
     return Format((THINK,), (END_THINK,), syntax.opening, lambda first, schemas: XmlCall(syntax, schemas),
                   own_lines=syntax.own_lines, inside=(syntax.closing,))
+
+
+def calls(syntax: Syntax) -> grammars.Calls:
+    """How calls of this syntax are written."""
+    newline = "\n" if syntax.own_lines else ""
+    ends = escape(syntax.call.closing) + r"[ \t\r\n]*" + escape(syntax.closing)
+    bare = grammars.Bare(newline + syntax.parameter.closing, f"{escape(syntax.parameter.closing)}|{ends}", syntax.words)
+    before = f"\n{syntax.call.before}{{name}}{syntax.call.after}\n"
+    key = (syntax.parameter.before, syntax.parameter.after + newline)
+    after = f"{syntax.call.closing}\n{syntax.closing}"
+    return grammars.Calls(syntax.opening, grammars.bare_call(before, after, key, bare, "\n"))
 
 
 def native_effort(options: Options) -> str | None:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, call_arguments, flatten, jinja, jsontext, replayed
-from ds4ref.chat.dsml import DSML, END_THINK, THINK, Parser
+from ds4ref.chat.dsml import CALLS, DSML, END_THINK, THINK, Parser, attribute
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.guard import Guard
 
-__all__ = ["MARKERS", "REASONING", "STOPS", "Parser", "encode", "prepare", "refuse_template", "render", "settings"]
+__all__ = ["CALLS", "MARKERS", "REASONING", "STOPS", "Parser", "encode", "prepare", "refuse_template", "render", "settings"]
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
@@ -202,8 +202,8 @@ def _prepare_assistant(message: Mapping, content: str, guard: Guard, blocks: Map
 
 
 def _prepare_call(call: Mapping, guard: Guard) -> dict[str, Any]:
-    arguments = {guard.text(_attribute(key)): _value(value, guard) for key, value in call_arguments(call).items()}
-    name = guard.text(_attribute(str((call.get("function") or {}).get("name") or "")))
+    arguments = {guard.text(attribute(key)): _value(value, guard) for key, value in call_arguments(call).items()}
+    name = guard.text(attribute(str((call.get("function") or {}).get("name") or "")))
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -215,12 +215,6 @@ def _value(value: Any, guard: Guard) -> Any:
     if isinstance(value, str):
         return guard.text(value.replace(_PARAMETER_END, "&lt;" + _PARAMETER_END[1:]))
     return jsontext.Encoded(guard.text(jsontext.dumps(value).replace(_PARAMETER_END, "\\u003c" + _PARAMETER_END[1:])))
-
-
-def _attribute(text: str) -> str:
-    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(char, entity)
-    return text
 
 
 def _sort_results(messages: Iterable[Mapping]) -> list[Mapping]:

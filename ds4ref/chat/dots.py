@@ -50,6 +50,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = ("<|endoftext|>", ASSISTANT[1])
 MARKERS = FORMAT.markers
+CALLS = chatml.calls(SYNTAX)
 
 _LITERALS = frozenset({*SYSTEM, *USER, *ASSISTANT, NO_THINK, *(tag.strip() for tag in RESPONSE), *STOPS, *MARKERS})
 _DEFAULT = "You are a helpful assistant."

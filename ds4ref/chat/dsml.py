@@ -28,11 +28,14 @@ Knows nothing about tokens. Source: the format's description in the vendor's enc
 deviations of the model that its users reported.
 """
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import regex
 
-from ds4ref.chat import jsontext, schema
+from ds4ref.chat import grammars, jsontext, lark, schema
+from ds4ref.chat.errors import ChatError
 from ds4ref.chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ds4ref.chat.lark import Writer
 
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
@@ -52,12 +55,54 @@ _ENTITY = regex.compile("&(amp|lt|gt|quot|apos|#39);")
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'", "#39": "'"}
 
 
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _call(writer: Writer, function: grammars.Function) -> str:
+    """The expression of one call. An argument states whether it is a string, so the two are never mistaken."""
+    closing = f"</{DSML}parameter>"
+    head = f'<{DSML}parameter name="'
+
+    def value(spec: Any, root: Any) -> str:
+        texts, found = grammars.parts(spec, root, grammars.Bare(closing, DSML))
+        ways = [f"{writer.literal(TRUE)} {writer.until(lark.choice(texts), closing)}"] if texts else []
+        ways += [f"{writer.literal(FALSE)} {lark.choice(found)} {writer.literal(closing)}"] if found else []
+        if not ways:
+            raise ChatError("no value fits its schema")
+        return f"{lark.choice(ways)} {writer.literal(NEWLINE)}"
+
+    def pair(name: str, spec: Any, root: Any) -> str:
+        return f"{writer.literal(head + attribute(name))} {value(spec, root)}"
+
+    def others(names: Sequence[str], spec: Any, root: Any) -> str:
+        return f"{writer.literal(head)} {grammars.other_name(writer, names)} {value(spec, root)}"
+
+    arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name)
+    opening = writer.literal(f'<{DSML}invoke name="{attribute(function.name)}">\n')
+    return " ".join(filter(None, (opening, arguments, writer.literal(f"</{DSML}invoke>"))))
+
+
+def attribute(text: str) -> str:
+    """A text inside the quotes of a tag's attribute."""
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(char, entity)
+    return text
+
+
+TRUE, FALSE, NEWLINE = '" string="true">', '" string="false">', "\n"
+CALLS = grammars.Calls(f"<{DSML}tool_calls>", _call, ("\n", "\n", f"\n</{DSML}tool_calls>"),
+                       spelled=f"<({DSML}|DSML｜)?(tool_calls|invoke)")
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
 class Parser:
     """One answer's parser. thinking: whether the prompt ended in <think>. tools: the declared tools; None or empty, and
-    markup is text. stream, single, and the attributes: see `ds4ref.chat`."""
+    markup is text. stream, single, tentative, and the attributes: see `ds4ref.chat`."""
 
     def __init__(self, thinking: bool, tools: Sequence[Mapping] | None = None, *, stream: bool = True,
-                 single: bool = False):
+                 single: bool = False, tentative: bool = True):
         self.stopped = False
         self.outcome: str | None = None
         self.malformed: str | None = None
@@ -71,6 +116,7 @@ class Parser:
         self._out: list[Event] = []
         self._held: list[Event] | None = None
         self._tentative = False
+        self._looks = tentative  # Whether blocks in reasoning are looked into.
         self._final = False
         self._calls = 0  # Complete calls.
 
@@ -156,7 +202,7 @@ class Parser:
             self._say("", flush=True)
             self._take(mark.end())
             self._state = "TEXT"
-        elif _opens(mark):
+        elif _opens(mark) and self._looks:
             self._tentative = True
             self._open(mark)
         else:

@@ -23,7 +23,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, call_arguments, jsontext, split_reasoning, turns
+from ds4ref.chat import (
+    NO_SPECIALS,
+    Block,
+    Options,
+    Prompt,
+    Specials,
+    call_arguments,
+    grammars,
+    jsontext,
+    split_reasoning,
+    turns,
+)
 from ds4ref.chat.framed import Answer, Format
 from ds4ref.chat.jsoncalls import JsonCall
 
@@ -36,6 +47,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "[EOS]")
 MARKERS = FORMAT.markers
+CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>"))
 
 _LITERALS = frozenset({"<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tool_declare|>", "<tool_result>",
                        "</tool_result>", "<tool>", "</tool>", "[BOS]", *STOPS, *MARKERS})

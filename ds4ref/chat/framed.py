@@ -88,10 +88,10 @@ class Format:
 
 class Answer:
     """One answer's parser. thinking: whether the prompt ended in open reasoning. tools: the declared tools; None or empty,
-    and markup is text. stream, single, and the attributes: see `ds4ref.chat`."""
+    and markup is text. stream, single, tentative, and the attributes: see `ds4ref.chat`."""
 
     def __init__(self, format: Format, thinking: bool, tools: Sequence[Mapping] | None = None, *, stream: bool = True,
-                 single: bool = False):
+                 single: bool = False, tentative: bool = True):
         self.stopped = False
         self.outcome: str | None = None
         self.malformed: str | None = None
@@ -112,7 +112,7 @@ class Answer:
         self._raw = ""  # The text of the calls being read, from their first opening.
         self._raw_call = 0  # Where the current call begins in it.
         self._tentative = False
-        self._rejected = 0  # How often tentative calls were none.
+        self._rejected = 0 if tentative else _MAX_REJECTED  # How often tentative calls were none.
         self._replayable = True  # Whether the calls so far stand together, complete and behind the text.
         self._fresh = False  # Newlines that come now belong to the closing tag of reasoning.
         self._after_call = False  # Whether nothing but white space came since the last call.

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, split_reasoning, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, argkeys, grammars, jsontext, split_reasoning, turns
 from ds4ref.chat.argkeys import ArgKeys, Tags
 from ds4ref.chat.framed import Answer, Format
 from ds4ref.chat.xmlcalls import value_text
@@ -34,6 +34,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = ("<|endoftext|>", USER, OBSERVATION)
 MARKERS = FORMAT.markers
+CALLS = grammars.Calls(TAGS.call[0], argkeys.call(TAGS, "{name}", "", "", ""))
 
 _LITERALS = frozenset({"[gMASK]", "<sop>", SYSTEM, ASSISTANT, "<tool_response>", "</tool_response>", "<|image|>",
                        "<|begin_of_image|>", "<|end_of_image|>", *STOPS, *MARKERS})

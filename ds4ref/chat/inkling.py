@@ -36,7 +36,7 @@ token ids and nothing about media.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, grammars, jsontext, turns
 from ds4ref.chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
 from ds4ref.chat.framed import WHITE
 from ds4ref.chat.jsoncalls import NAME, JsonCall
@@ -49,6 +49,8 @@ END_MESSAGE, END = "<|end_message|>", "<|content_model_end_sampling|>"
 STOPS = (END,)
 MARKERS = (MODEL, USER, SYSTEM, TOOL, TEXT, THINKING, CALL_JSON, CALL_TEXT, END_MESSAGE)
 REASONING = (THINKING, END_MESSAGE)
+CALLS = grammars.Calls(CALL_JSON, grammars.json_call("", END_MESSAGE, "args", (",", ":"), named=CALL_JSON), turn=MODEL,
+                       text=(TEXT, END_MESSAGE))
 
 _LITERALS = frozenset({XML, "<|content_image|>", "<|content_audio_input|>", "<|content_tool_error|>", "<|audio|>",
                        "<|audio_end|>", "<|begin_of_text|>", "<|endoftext|>", *STOPS, *MARKERS})
@@ -148,7 +150,7 @@ class Parser:
     """One answer's parser; see `ds4ref.chat` for the interface, and above for the states."""
 
     def __init__(self, thinking: bool = False, tools: Sequence[Mapping] | None = None, *, stream: bool = True,
-                 single: bool = False):
+                 single: bool = False, tentative: bool = True):
         self.stopped = False
         self.outcome: str | None = None
         self.malformed: str | None = None

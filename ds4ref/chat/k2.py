@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, k2tools, schema, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, argkeys, grammars, jsontext, k2tools, schema, turns
 from ds4ref.chat.argkeys import ArgKeys, Tags
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.framed import Answer, Body, Format
@@ -51,6 +51,11 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|ifm|endoftext|>")
 MARKERS = FORMAT.markers
+_BLOCK = ("\n", "\n", f"\n{TAGS.block_end}")
+_CALLS = {
+    "xml": argkeys.call(TAGS, f"{TAGS.call[0]}{{name}}\n", "\n", "\n", ""),
+    "json": grammars.json_call(*TAGS.call),
+}
 
 _LITERALS = frozenset({BOS, START, "<ifm|tools>", "</ifm|tools>", *STOPS, *MARKERS})
 
@@ -105,6 +110,13 @@ emit one JSON object with the function name and arguments on the same line insid
 <ifm|tool_call>{"name": <function-name>, "arguments": <args-json-object>}</ifm|tool_call>
 </ifm|tool_calls>""",
 }
+
+
+def calls(options: Options) -> grammars.Calls:
+    """How calls are written: as XML or JSON, as the request asks; the types of typed XML are left out, since the parser knows
+    them."""
+    form = turns.choice(options.template_kwargs, "tool_call_format", tuple(_FORMATS), "xml")
+    return grammars.Calls("<ifm|tool_calls>", _CALLS["json" if form == "json" else "xml"], _BLOCK)
 
 
 def refuse_template(template: str) -> str | None:

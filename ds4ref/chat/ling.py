@@ -19,7 +19,7 @@ text is not certain. Knows nothing about token ids.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, split_reasoning, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, argkeys, grammars, jsontext, split_reasoning, turns
 from ds4ref.chat.argkeys import ArgKeys, Tags
 from ds4ref.chat.framed import Answer, Format
 from ds4ref.chat.xmlcalls import value_text
@@ -34,6 +34,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|endoftext|>")
 MARKERS = FORMAT.markers
+CALLS = grammars.Calls(TAGS.call[0], argkeys.call(TAGS, "{name}\n", "\n", "", "\n"))
 
 _LITERALS = frozenset({"<role>", "</role>", "<tool_response>", "</tool_response>", "<|vision_start|>", "<|image_pad|>",
                        "<|vision_end|>", "<|startoftext|>", *STOPS, *MARKERS})

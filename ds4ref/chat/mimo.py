@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, chatml, jsontext, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, chatml, grammars, jsontext, turns
 from ds4ref.chat.chatml import END, END_RESPONSE, END_THINK, REASONING, RESPONSE, START, THINK
 from ds4ref.chat.framed import Answer, Body, Format
 from ds4ref.chat.jsoncalls import JsonCall
@@ -47,6 +47,8 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|endoftext|>", "<|mimo_audio_eod|>")
 MARKERS = FORMAT.markers
+CALLS = chatml.calls(SYNTAX)
+CALLS_VL = grammars.Calls(SYNTAX.opening, grammars.json_call("\n", "\n" + SYNTAX.closing))
 
 _PADS = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>",
          "audio": "<|mimo_audio_start|><|audio_pad|><|mimo_audio_end|>"}
@@ -116,6 +118,11 @@ def settings(metadata: Mapping[str, Any], name: str = "") -> dict[str, str]:
 def refuse_template(template: str) -> str | None:
     """Why an embedded template is none of these, None if it is one."""
     return None if START in template and SYNTAX.opening in template else "it does not write ChatML with <tool_call> calls"
+
+
+def calls(options: Options, release: str = "V2") -> grammars.Calls:
+    """How the release writes calls."""
+    return CALLS_VL if release == "VL" else CALLS
 
 
 # --- rendering ------------------------------------------------------------------------------------------------------

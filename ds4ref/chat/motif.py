@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, split_reasoning, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, grammars, jsontext, split_reasoning, turns
 from ds4ref.chat.framed import Answer, Format
 from ds4ref.chat.guard import Guard
 from ds4ref.chat.jsoncalls import JsonCall
@@ -34,6 +34,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, EOS)
 MARKERS = FORMAT.markers
+CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>"))
 
 _LITERALS = frozenset({BOS, START, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_response>",
                        "</tool_response>", *STOPS, *MARKERS})

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, chatml, mimo, turns
 from ds4ref.chat.chatml import END, END_RESPONSE, REASONING, RESPONSE, START
-from ds4ref.chat.mimo import MARKERS, Parser
+from ds4ref.chat.mimo import CALLS, MARKERS, Parser
 
-__all__ = ["MARKERS", "REASONING", "STOPS", "Parser", "refuse_template", "render"]
+__all__ = ["CALLS", "MARKERS", "REASONING", "STOPS", "Parser", "refuse_template", "render"]
 
 STOPS = (END, "<|endoftext|>")
 

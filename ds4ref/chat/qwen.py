@@ -47,6 +47,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|endoftext|>")
 MARKERS = FORMAT.markers
+CALLS = chatml.calls(SYNTAX)
 
 _VISION = ("<|vision_start|>", "<|vision_end|>")
 _PADS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}

@@ -4,17 +4,64 @@ Only types are looked at: enough to tell "02134" the string from 2134 the number
 """
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from ds4ref.chat.errors import ChatError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
+_STEPS = 32
+
+
 def parameters(tools: Iterable[Mapping] | None) -> dict[str, Mapping]:
-    """Tool name → the schema of its arguments ({} if it declares none)."""
+    """Tool name → the schema of its arguments ({} if it declares none), with local references of the properties followed."""
     found = {}
     for tool in tools or ():
         function = tool.get("function") or tool
         schema = function.get("parameters")
-        found[function.get("name")] = schema if isinstance(schema, Mapping) else {}
+        found[function.get("name")] = _top_followed(schema) if isinstance(schema, Mapping) else {}
+    return found
+
+
+def _top_followed(schema: Mapping) -> Mapping:
+    top = followed(schema, schema)
+    properties = top.get("properties") if isinstance(top, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return top if isinstance(top, Mapping) else {}
+    return {**top, "properties": {name: followed(inner, schema) for name, inner in properties.items()}}
+
+
+def followed(schema: Any, root: Mapping, steps: int = _STEPS) -> Any:
+    """A schema without a reference at its own level and that of its alternatives; what cannot be followed says nothing."""
+    if not isinstance(schema, Mapping) or not steps:
+        return schema if not isinstance(schema, Mapping) else {}
+    if isinstance(schema.get("$ref"), str):
+        try:
+            found = target(schema["$ref"], root)
+        except ChatError:
+            return {}
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        found = followed(found, root, steps - 1)
+        return {**found, **beside} if isinstance(found, Mapping) else found
+    branches = {word: [followed(branch, root, steps - 1) for branch in schema[word]]
+                for word in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(word), (list, tuple))}
+    return {**schema, **branches} if branches else schema
+
+
+def target(reference: str, root: Any) -> Any:
+    """What a local reference ("#", or "#/…", a JSON pointer, RFC 6901) leads to. ChatError if it leads nowhere."""
+    found = root
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise ChatError(f"the reference {reference!r} of a schema does not begin with '#/'; only local ones are followed")
+    for part in reference[2:].split("/") if len(reference) > 1 else ():
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif isinstance(found, (list, tuple)) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            raise ChatError(f"the reference {reference!r} of a schema leads nowhere")
     return found
 
 
@@ -45,6 +92,9 @@ def declared(schema: Any) -> frozenset[str] | None:
                 known = [declared(branch) for branch in branches]
                 if None not in known:
                     types = set().union(*known)
+        if types is None and isinstance(schema.get("allOf"), (list, tuple)):
+            known = [found for part in schema["allOf"] if (found := declared(part)) is not None]
+            types = set(frozenset.intersection(*known)) if known else None
     if types is None or not types <= set(TYPES):
         return None
     return frozenset(types | {"null"} if schema.get("nullable") is True else types)

@@ -17,7 +17,7 @@ the published template. Knows nothing about token ids.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, jsontext, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, argkeys, grammars, jsontext, turns
 from ds4ref.chat.argkeys import ArgKeys, Tags
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.framed import Answer, Format
@@ -33,6 +33,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|endoftext|>")
 MARKERS = FORMAT.markers
+CALLS = grammars.Calls(TAGS.call[0], argkeys.call(TAGS, "{name}\n", "", "\n", ""))
 
 _LITERALS = frozenset({START, CONTENT, "<|startoftext|>", "<|tool:start|>", "<|tool:end|>", "<|tool_response:start|>",
                        "<|tool_response:end|>", *STOPS, *MARKERS})

@@ -42,6 +42,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END,)
 MARKERS = FORMAT.markers
+CALLS = chatml.calls(SYNTAX)
 
 _LITERALS = frozenset({BOS, START, RESPONSE, END_RESPONSE, IMAGE, *STOPS, *MARKERS})
 _LEVELS = {"high": "high", "xhigh": "high", "max": "max", "none": "none"}

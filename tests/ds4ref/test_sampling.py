@@ -202,7 +202,15 @@ def test_bad_ids_are_refused():
         with pytest.raises(ValueError, match=rf"^a banned token id must be from 0 to 2, got {bad}$"):
             distribution([0, 0, 0], SamplingParams(), banned=[bad])
     with pytest.raises(ValueError, match="no token is left to sample"):
-        sample([0, -INF, 0], SamplingParams(temperature=0, logit_bias={0: -100}), 0, banned=[2])
+        sample([0, -INF, 0], SamplingParams(temperature=0), 0, banned=[0, 2])
+    with pytest.raises(ValueError, match=r"^banned must have one entry for each of 3 tokens, got shape \(2,\)$"):
+        sample([0, 0, 0], SamplingParams(temperature=0), 0, banned=np.zeros(2, dtype=bool))
+
+
+def test_a_mask_bans_as_ids_do_and_a_bias_cannot_ban_the_last_token():
+    mask = np.array([False, True, True])
+    for params in (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0, logit_bias={0: -100})):
+        assert sample([0, 9, 9], params, 0, banned=mask) == sample([0, 9, 9], params, 0, banned=[1, 2]) == 0
 
 
 @pytest.mark.parametrize(
