@@ -14,6 +14,8 @@ kind               keeps                                 truncate to n          
                    token rows of the open block          open block needs are still held
 =================  ====================================  ================================  =====================
 
+Whoever tries tokens that may have to be taken back (drafts) takes a checkpoint before them and rewinds to it.
+
 A step appends its own row and then reads, so a window of w positions that includes the newest is a ``Ring(w)``, and a
 convolution of K taps is a ``Ring(K)``. Dropping the newest token is therefore always possible except for ``Recurrent``.
 
@@ -125,6 +127,9 @@ class _Rows:
     def resume(self, length, arrays, source):
         self.restore(length, {"rows": source.rows()[:length]})
 
+    def rewind(self, length, arrays):
+        self.truncate(length)
+
 
 class _Ring:
     def __init__(self, kind, dtype):
@@ -170,6 +175,9 @@ class _Ring:
     def resume(self, length, arrays, source):
         self.restore(length, arrays)
 
+    def rewind(self, length, arrays):
+        self.restore(length, arrays)
+
     def _restore(self, length, arrays, name, least):
         rows = _checked(arrays, name, least, min(length, self.kind.window), self.kind.shape, self._data.dtype)
         self.length = length
@@ -207,6 +215,9 @@ class _Recurrent:
         return self.snapshot()
 
     def resume(self, length, arrays, source):
+        self.restore(length, arrays)
+
+    def rewind(self, length, arrays):
         self.restore(length, arrays)
 
 
@@ -264,6 +275,10 @@ class _Compressed:
     def resume(self, length, arrays, source):
         # A block depends on its own and earlier tokens only, so a longer sequence holds those of every prefix.
         self.restore(length, {**arrays, "blocks": source.rows()[: length // self.kind.ratio]})
+
+    def rewind(self, length, arrays):
+        self._pending._restore(length, arrays, "pending", length - self._first_needed(length))
+        self._blocks.truncate(length // self.kind.ratio)
 
 
 def _checked(arrays, name, least, most, shape, dtype):
@@ -359,6 +374,17 @@ class State:
         if source.tokens[: len(checkpoint.tokens)] != checkpoint.tokens.tolist():
             raise ValueError(f"the source's tokens do not begin with the {len(checkpoint.tokens)} of the checkpoint")
         self._become(checkpoint, lambda name, component, *past: component.resume(*past, source[name]))
+
+    def rewind(self, checkpoint):
+        """Go back to ``checkpoint``, taken of this sequence earlier: what it left out is cut in place, so that trying tokens
+        and taking them back costs no copy of the past. ValueError, and no change, when the tokens are not its continuation."""
+        n = len(checkpoint.tokens)
+        if self.tokens[:n] != checkpoint.tokens.tolist():
+            raise ValueError(f"the state's tokens do not begin with the {n} of the checkpoint")
+        for name, component in self._components.items():
+            component.rewind(n, checkpoint.components[name])
+        del self.tokens[n:]
+        self.logits = None if checkpoint.logits is None else checkpoint.logits.copy()
 
     def _become(self, snapshot, restore):
         if snapshot.components.keys() != self.layout.keys():

@@ -5,10 +5,10 @@ ones: one row per 4 tokens, chosen by an indexer (CSA), or one per 128, all of t
 streams. Sources: the DeepSeek V4 model report and the layout of the published GGUF files.
 
 Letters: D hidden, H heads, d head width, n rotary width, r compression ratio, N streams, E experts, K used, V vocabulary.
-Knows nothing about drafting: the predictor (MTP, DSpark) lives in sidecars.
+Knows nothing about drafting: predictors live in sidecars (``deepseek4_mtp.py``, ``deepseek4_dspark.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,37 +126,13 @@ class Config:
 
 def tensors(c):
     """(required, optional): tensor name → shape."""
-    N, D = c.streams, c.width
-    mix = 2 * N + N * N
-    required = {
-        "token_embd.weight": (c.vocabulary, D),
-        "output.weight": (c.vocabulary, D),
-        "output_norm.weight": (D,),
-        "output_hc_fn.weight": (N, N * D),
-        "output_hc_base.weight": (N,),
-        "output_hc_scale.weight": (1,),
-    }
+    D = c.width
+    required = {"token_embd.weight": (c.vocabulary, D), "output.weight": (c.vocabulary, D), "output_norm.weight": (D,)}
+    required |= head_tensors(c, "output_hc")
     optional = {}
     for i, r in enumerate(c.ratios):
         p = f"blk.{i}."
-        for site in ("attn", "ffn"):
-            required[f"{p}hc_{site}_fn.weight"] = (mix, N * D)
-            required[f"{p}hc_{site}_base.weight"] = (mix,)
-            required[f"{p}hc_{site}_scale.weight"] = (3,)
-            required[f"{p}{site}_norm.weight"] = (D,)
-        required |= {
-            f"{p}attn_q_a.weight": (c.q_rank, D),
-            f"{p}attn_q_a_norm.weight": (c.q_rank,),
-            f"{p}attn_q_b.weight": (c.heads * c.head_width, c.q_rank),
-            f"{p}attn_kv.weight": (c.head_width, D),
-            f"{p}attn_kv_a_norm.weight": (c.head_width,),
-            f"{p}attn_sinks.weight": (c.heads,),
-            f"{p}attn_output_a.weight": (c.out_groups * c.out_rank, c.heads * c.head_width // c.out_groups),
-            f"{p}attn_output_b.weight": (D, c.out_groups * c.out_rank),
-            f"{p}ffn_gate_inp.weight": (c.experts, D),
-            **moe.expert_tensors(p, c.experts, D, c.expert_width),
-            **moe.shared_tensors(p, D, c.expert_width),
-        }
+        required |= _window_tensors(c, p)
         if i < c.hash_layers:
             required[f"{p}ffn_gate_tid2eid.weight"] = (c.vocabulary, c.experts_used)
         else:
@@ -169,6 +145,40 @@ def tensors(c):
             required[f"{p}indexer.attn_q_b.weight"] = (c.index_heads * c.index_width, c.q_rank)
             required[f"{p}indexer.proj.weight"] = (c.index_heads, D)
     return required, optional
+
+
+def _window_tensors(c, p):
+    """What every layer has, of whatever kind, but for its router's bias or table."""
+    N, D = c.streams, c.width
+    mix = 2 * N + N * N
+    sites = {}
+    for site in ("attn", "ffn"):
+        sites[f"{p}hc_{site}_fn.weight"] = (mix, N * D)
+        sites[f"{p}hc_{site}_base.weight"] = (mix,)
+        sites[f"{p}hc_{site}_scale.weight"] = (3,)
+        sites[f"{p}{site}_norm.weight"] = (D,)
+    return sites | {
+        f"{p}attn_q_a.weight": (c.q_rank, D),
+        f"{p}attn_q_a_norm.weight": (c.q_rank,),
+        f"{p}attn_q_b.weight": (c.heads * c.head_width, c.q_rank),
+        f"{p}attn_kv.weight": (c.head_width, D),
+        f"{p}attn_kv_a_norm.weight": (c.head_width,),
+        f"{p}attn_sinks.weight": (c.heads,),
+        f"{p}attn_output_a.weight": (c.out_groups * c.out_rank, c.heads * c.head_width // c.out_groups),
+        f"{p}attn_output_b.weight": (D, c.out_groups * c.out_rank),
+        f"{p}ffn_gate_inp.weight": (c.experts, D),
+        **moe.expert_tensors(p, c.experts, D, c.expert_width),
+        **moe.shared_tensors(p, D, c.expert_width),
+    }
+
+
+def head_tensors(c, prefix):
+    """Shapes of the mix that makes one row of the streams."""
+    return {
+        f"{prefix}_fn.weight": (c.streams, c.streams * c.width),
+        f"{prefix}_base.weight": (c.streams,),
+        f"{prefix}_scale.weight": (1,),
+    }
 
 
 def _compressor_tensors(prefix, r, width, D):
@@ -207,18 +217,28 @@ def forward(c, w, state, token, trace):
         streams = _site(c, w, f"blk.{i}.", "attn", streams, lambda h, i=i: attention(c, w, state, i, position, h, trace), trace)
         streams = _site(c, w, f"blk.{i}.", "ffn", streams, lambda h, i=i: feed_forward(c, w, i, token, h), trace)
         trace(f"h_{i}", streams)
-    fn, base, scale = (w[f"output_hc_{part}.weight"] for part in ("fn", "base", "scale"))
-    x = hyper.head(streams, fn, base, scale, c.hyper_eps, c.norm_eps)
-    return w["output.weight"] @ rms_norm(x, w["output_norm.weight"], c.norm_eps)
+    return w["output.weight"] @ rms_norm(mixed(c, w, "output_hc", streams), w["output_norm.weight"], c.norm_eps)
+
+
+def mixed(c, w, prefix, streams):
+    """One row [D] of the streams [N, D], by the mix named ``prefix``."""
+    fn, base, scale = (w[f"{prefix}_{part}.weight"] for part in ("fn", "base", "scale"))
+    return hyper.head(streams, fn, base, scale, c.hyper_eps, c.norm_eps)
 
 
 def _site(c, w, prefix, site, streams, block, trace):
     """One hyper-connection around one block (attention or feed-forward), the block's norm included."""
-    fn, base, scale = (w[f"{prefix}hc_{site}_{part}.weight"] for part in ("fn", "base", "scale"))
-    x, post, comb = hyper.connect(streams, fn, base, scale, c.sinkhorn, c.hyper_eps, c.norm_eps)
-    y = block(rms_norm(x, w[f"{prefix}{site}_norm.weight"], c.norm_eps))
+    x, post, comb = entered(c, w, prefix, site, streams)
+    y = block(x)
     trace(f"{site}_{prefix.split('.')[1]}", y)
     return hyper.expand(streams, y, post, comb)
+
+
+def entered(c, w, prefix, site, streams):
+    """(the block's normalised input [D], what writes its output back: post [N], comb [N, N])."""
+    fn, base, scale = (w[f"{prefix}hc_{site}_{part}.weight"] for part in ("fn", "base", "scale"))
+    x, post, comb = hyper.connect(streams, fn, base, scale, c.sinkhorn, c.hyper_eps, c.norm_eps)
+    return rms_norm(x, w[f"{prefix}{site}_norm.weight"], c.norm_eps), post, comb
 
 
 def attention(c, w, state, i, position, h, trace):
@@ -226,11 +246,8 @@ def attention(c, w, state, i, position, h, trace):
     p, r = f"blk.{i}.", c.ratios[i]
     frequencies = _frequencies(c, r)
     angles = position * frequencies
-    latent = rms_norm(w[f"{p}attn_q_a.weight"] @ h, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
-    q = (w[f"{p}attn_q_b.weight"] @ latent).reshape(c.heads, c.head_width)
-    q = rotate_tail(rms_norm(q, eps=c.norm_eps), angles)
-    row = rotate_tail(rms_norm(w[f"{p}attn_kv.weight"] @ h, w[f"{p}attn_kv_a_norm.weight"], c.norm_eps), angles)
-    state[f"{i}.raw"].append(_round_row(c, row))
+    latent, q = queries(c, w, p, h, angles)
+    state[f"{i}.raw"].append(raw_row(c, w, p, h, angles))
     rows = state[f"{i}.raw"].rows()
     if r:
         compress(c, w, state[f"{i}.rows"], f"{p}attn_compressor", r, frequencies, h, lambda row: _round_row(c, row))
@@ -242,6 +259,24 @@ def attention(c, w, state, i, position, h, trace):
             trace(f"select_{i}", kept)
             older = older[kept]
         rows = np.concatenate([rows, older])
+    return read(c, w, p, q, rows, angles)
+
+
+def queries(c, w, p, h, angles):
+    """(query latent [q_rank], normalised and rotated queries [H, d]) of a block's normalised input h [D]."""
+    latent = rms_norm(w[f"{p}attn_q_a.weight"] @ h, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
+    q = (w[f"{p}attn_q_b.weight"] @ latent).reshape(c.heads, c.head_width)
+    return latent, rotate_tail(rms_norm(q, eps=c.norm_eps), angles)
+
+
+def raw_row(c, w, p, h, angles):
+    """The row [d], key and value at once, that a token leaves in block ``p`` by its normalised input h [D]."""
+    row = rotate_tail(rms_norm(w[f"{p}attn_kv.weight"] @ h, w[f"{p}attn_kv_a_norm.weight"], c.norm_eps), angles)
+    return _round_row(c, row)
+
+
+def read(c, w, p, q, rows, angles):
+    """What queries [H, d] at ``angles`` read from ``rows`` [S, d], projected back: [D]."""
     rows = rows[:, None, :]
     out = attend(q, rows, rows, c.head_width**-0.5, sinks=w[f"{p}attn_sinks.weight"])
     # Values carried the rotation of their own position; undoing the query's leaves the relative one.
@@ -310,6 +345,31 @@ def feed_forward(c, w, i, token, h):
         chosen, weights = moe.route(affinity, c.experts_used, w[f"{p}exp_probs_b.bias"], c.expert_scale)
     routed = moe.experts(h, chosen, weights, w, p, c.clamp_routed[i])
     return routed + moe.shared_expert(h, w, p, c.clamp_shared[i])
+
+
+# Drafters are window layers of this kind in files of their own. They run as layers behind the trunk.
+
+
+def window_blocks(c, count, experts):
+    """The config of a model that has ``count`` more window layers, score-routed to ``experts`` experts."""
+    routed, shared = ((*clamp, *[clamp[-1]] * count) for clamp in (c.clamp_routed, c.clamp_shared))
+    return replace(c, layers=c.layers + count, ratios=c.ratios + (0,) * count, experts=experts, clamp_routed=routed,
+                   clamp_shared=shared)  # fmt: skip
+
+
+def window_tensors(c, p):
+    """Shapes of one such layer under the names that begin with ``p``."""
+    return _window_tensors(c, p) | {f"{p}exp_probs_b.bias": (c.experts,)}
+
+
+def window_layer(c, w, i, streams, attend_rows):
+    """Layer i on the streams [N, D] of one row; ``attend_rows`` is its attention, [D] → [D]."""
+    streams = _site(c, w, f"blk.{i}.", "attn", streams, attend_rows, _silent)
+    return _site(c, w, f"blk.{i}.", "ffn", streams, lambda h: feed_forward(c, w, i, None, h), _silent)
+
+
+def _silent(name, array):
+    pass
 
 
 def tiny_metadata():

@@ -9,14 +9,14 @@ The published layout leaves much to the tensors' shapes and stores latent norms 
 and multiplies those norms by √(D / rank) beforehand.
 
 Letters: D hidden, H heads (by kind), r latent rank, R rotated channels, I indexer heads, E experts, V vocabulary.
-Binds the predictor block but does not run it; knows nothing about images and sound, which the published files lack.
+Knows nothing about images and sound, which the published files lack.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend_latent
 from ..gguf import ArtifactError, Keys
 from ..indexer import select_by_latent
@@ -26,6 +26,7 @@ from ..state import Ring, Rows
 ARCHITECTURES = ("dots3note", "dots3-note")
 OPTIONS = {}
 
+LONGEST_DRAFT = 3
 INDEX_NORM_EPS = 1e-6  # the model code's constant: no key carries it
 INDEXER = ("q.weight", "k.weight", "k_norm.weight", "k_norm.bias", "w.weight")  # in the order of select_by_latent
 
@@ -254,7 +255,7 @@ def tensors(c):
                 _name(c, i, "enorm.weight"): (D,),
                 _name(c, i, "hnorm.weight"): (D,),
                 _name(c, i, "shared_head_norm.weight"): (D,),
-                "token_embd_mtp.weight" if c.published else f"{p}nextn.embed_tokens.weight": (c.vocabulary, D),
+                _draft_embedding(c): (c.vocabulary, D),
             }
     return required, {}
 
@@ -262,6 +263,10 @@ def tensors(c):
 def _name(c, i, part):
     """The name that the file's layout has for a tensor of block i; see NAMES."""
     return f"blk.{i}.{NAMES[part][0 if c.published else 1]}"
+
+
+def _draft_embedding(c):
+    return "token_embd_mtp.weight" if c.published else f"blk.{c.layers}.nextn.embed_tokens.weight"
 
 
 def _geometry(c, i):
@@ -275,8 +280,12 @@ def _dense(c, i):
 
 def layout(c):
     """State components: normalised latents and rotated keys, of every position or of the window; indexer keys."""
+    return _layout(c, range(c.layers))
+
+
+def _layout(c, blocks):
     components = {}
-    for i in range(c.layers):
+    for i in blocks:
         for what, width in (("latent", _geometry(c, i).rank), ("rope", c.rotary)):
             components[f"{i}.{what}"] = Ring(c.window, (width,)) if c.sliding[i] else Rows((width,))
         if not c.sliding[i]:
@@ -347,6 +356,33 @@ def feed_forward(c, w, i, n):
     if _dense(c, i):
         return moe.dense(n, w, p)
     return moe.sigmoid_experts(n, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(n, w, p)
+
+
+def draft_layouts(c):
+    """State of the predictor: what a sliding layer keeps."""
+    return [_layout(c, range(c.layers, c.layers + c.predictors))]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last output h [D] there: what the head reads."""
+    return rms_norm(h, w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head and its next step read."""
+    i = c.layers + d
+    p = f"blk.{i}."
+    norms = (w[_name(c, i, f"{part}.weight")] for part in ("enorm", "hnorm", "eh_proj"))
+    x = nextn.join(hidden, w.part(_draft_embedding(c), token), *norms, c.norm_eps)
+    n = rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps)
+    x = x + attention(c, w, state, i, position, n, lambda name, array: None)
+    x = x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w[_name(c, i, "shared_head_norm.weight")], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor: its embedding is its own, its head the trunk's."""
+    return w["output.weight"] @ row
 
 
 def tiny_metadata():

@@ -6,7 +6,7 @@ add routed experts and one shared expert. The main file also holds a predictor b
 Sources: the K-EXAONE model report, DeepSeek-V3 (router) and the layout of the published GGUF files.
 
 Letters: D hidden, H heads, G key/value heads, d head width, E experts, F feed-forward width, V vocabulary.
-Binds the predictor block but does not run it; knows no rotary divisors (``rope_freqs``), which this model does not have.
+Knows no rotary divisors (``rope_freqs``), which this model does not have.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from ..state import Ring, Rows
 ARCHITECTURES = ("exaone-moe",)
 OPTIONS = {}
 
+LONGEST_DRAFT = 8
 PERIOD = 4  # of the layer kinds where the file does not list them: the last of each four is full
 
 
@@ -135,9 +136,12 @@ def tensors(c):
 
 def layout(c):
     """State components: keys (normalised, rotated where the layer slides) and values, of the window or of every position."""
+    return _layout(c, range(c.layers))
+
+
+def _layout(c, blocks):
     row = (c.kv_heads, c.head_width)
-    kinds = [Ring(c.window, row) if sliding else Rows(row) for sliding in c.sliding[: c.layers]]
-    return {f"{i}.{part}": kind for i, kind in enumerate(kinds) for part in "kv"}
+    return {f"{i}.{part}": Ring(c.window, row) if c.sliding[i] else Rows(row) for i in blocks for part in "kv"}
 
 
 def forward(c, w, state, token, trace):
@@ -172,11 +176,36 @@ def attention(c, w, state, i, angles, h):
 
 
 def feed_forward(c, w, i, h):
-    """Dense SwiGLU in the first layers, else routed experts plus the shared one, on the normalised input h [D] → [D]."""
+    """Dense SwiGLU in the first layers and the predictor, else routed experts plus the shared one. h [D] normalised → [D]."""
     p = f"blk.{i}."
-    if i < c.dense_layers:
+    if i < c.dense_layers or i >= c.layers:
         return moe.dense(h, w, p)
     return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
+
+
+def draft_layouts(c):
+    """State of the predictor: what a layer of its kind keeps."""
+    return [_layout(c, range(c.layers, c.layers + c.predictors))]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last output h [D] there: what the head reads."""
+    return rms_norm(h, w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head and its next step read."""
+    i = c.layers + d
+    p, angles = f"blk.{i}.", position * rope_frequencies(c.head_width, c.rope_base)
+    x = nextn.joined(w, p, hidden, token, c.norm_eps)
+    x = x + attention(c, w, state, i, angles, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps))
+    x = x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w[f"{p}nextn.shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor."""
+    return nextn.logits(w, f"blk.{c.layers + d}.", row)
 
 
 def tiny_metadata():

@@ -6,7 +6,7 @@ rotated: the text model has no positions but the order of the tokens. Sources: K
 (MLA, indexer), mHC (hyper-connections) reports; the layout of the published GGUF files and of llama.cpp's converter.
 
 Letters: D hidden, H heads, d head width, r latent rank, v value width, P pool size, N streams, E experts, V vocabulary.
-Knows nothing about drafting (the predictor's block is bound, not run) and images (their encoder is another file).
+Knows nothing about images (their encoder is another file).
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ from ..state import Compressed, Recurrent, Ring, Rows
 
 ARCHITECTURES = ("glm5-next",)
 OPTIONS = {}
+
+LONGEST_DRAFT = 3
 
 # Names within a block: the published layout's, which this file uses throughout → llama.cpp's where they differ.
 LLAMACPP_NAMES = {
@@ -271,13 +273,23 @@ def layout(c):
     components = {}
     for i in range(c.layers):
         if c.latent[i]:
-            components[f"{i}.latent"] = Rows((c.kv_rank,))
-            if c.full[i]:
-                components[f"{i}.pools"] = Compressed(c.pool, (c.index_width,), (2, c.index_width), c.pool)
+            components |= _latent_components(c, i)
         else:
             components |= {f"{i}.{part}": Ring(c.kda_taps, (c.kda_heads * c.kda_width,)) for part in "qkv"}
             components[f"{i}.memory"] = Recurrent((c.kda_heads, c.kda_width, c.kda_width))
     return components
+
+
+def _latent_components(c, i):
+    components = {f"{i}.latent": Rows((c.kv_rank,))}
+    if _chooses(c, i):
+        components[f"{i}.pools"] = Compressed(c.pool, (c.index_width,), (2, c.index_width), c.pool)
+    return components
+
+
+def _chooses(c, i):
+    """Whether block i, of the latent-attention kind, has an indexer: full layers and the predictor."""
+    return i >= c.layers or c.full[i]
 
 
 def forward(c, w, state, token, trace):
@@ -337,7 +349,7 @@ def attention(c, w, state, i, position, h, chosen):
     latent = rms_norm(w[f"{p}attn_q_a.weight"] @ h, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
     q = (w[f"{p}attn_q_b.weight"] @ latent).reshape(c.heads, c.key_width)
     state[f"{i}.latent"].append(rms_norm(w[f"{p}attn_kv_a_mqa.weight"] @ h, w[f"{p}attn_kv_a_norm.weight"], c.norm_eps))
-    if c.full[i]:
+    if _chooses(c, i):
         chosen = index(c, w, i, state[f"{i}.pools"], position, latent, h)
     rows = state[f"{i}.latent"].rows()[chosen]
     out = attend_latent(q, None, rows, None, w[f"{p}attn_k_b.weight"], w[f"{p}attn_v_b.weight"], c.key_width**-0.5)
@@ -374,6 +386,34 @@ def feed_forward(c, w, i, h):
         return moe.dense(h, w, p, c.clamp_shared[i])
     routed = moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale, c.clamp_routed[i])
     return routed + moe.shared_expert(h, w, p, c.clamp_shared[i])
+
+
+def draft_layouts(c):
+    """State of the predictor: what a latent-attention layer keeps."""
+    return [_latent_components(c, c.layers)]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last streams h [N, D] there: what the head reads."""
+    return rms_norm(np.mean(h, axis=0), w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head and its next step read.
+
+    It has no hyper-connections, and no positions but the order of its own rows.
+    """
+    i = c.layers + d
+    p = f"blk.{i}."
+    x = nextn.joined(w, p, hidden, token, c.norm_eps)
+    x = x + attention(c, w, state, i, state.length, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps), None)[0]
+    x = x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w[f"{p}nextn.shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor."""
+    return nextn.logits(w, f"blk.{c.layers + d}.", row)
 
 
 def tiny_metadata():

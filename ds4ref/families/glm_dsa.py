@@ -6,7 +6,7 @@ then sigmoid-routed experts and a shared one. Sources: DeepSeek-V2 (MLA), DeepSe
 and GLM-5 reports, and the layout of the published GGUF files.
 
 Letters: D hidden, H heads, r latent rank, n rotary width, d unrotated key width, v value width, E experts, V vocabulary.
-Knows nothing about drafting: the predictor's block (NextN) is bound, not run.
+The predictor (NextN) reads every position, as llama.cpp's graph does: its indexer is bound, not used.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from ..state import Rows
 
 ARCHITECTURES = ("glm-dsa",)
 OPTIONS = {}
+
+LONGEST_DRAFT = 8
 
 # The indexer's tensors in the order of select_by_latent.
 INDEXER = ("attn_q_b.weight", "attn_k.weight", "k_norm.weight", "k_norm.bias", "proj.weight")
@@ -198,8 +200,8 @@ def forward(c, w, state, token, trace):
 def attention(c, w, state, i, h, angles, chosen):
     """Latent attention of layer i on its normalised input h [D] → (output [D], the positions it read, ascending).
 
-    ``chosen`` are the positions of the full layer below; a full layer replaces them by its own. Heads carry the rotated
-    channels last, the indexer's queries and keys first.
+    ``chosen`` are the positions of the full layer below; a full layer replaces them by its own, the predictor takes what it
+    is given. Heads carry the rotated channels last, the indexer's queries and keys first.
     """
     p = f"blk.{i}."
     latent = rms_norm(w[f"{p}attn_q_a.weight"] @ h, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
@@ -207,7 +209,7 @@ def attention(c, w, state, i, h, angles, chosen):
     row = w[f"{p}attn_kv_a_mqa.weight"] @ h
     content = rms_norm(row[: c.kv_rank], w[f"{p}attn_kv_a_norm.weight"], c.norm_eps)
     state[f"{i}.latent"].append(np.concatenate([content, rotate_pairs(row[c.kv_rank :], angles)]))
-    if c.full[i]:
+    if i < c.layers and c.full[i]:
         indexer = [w[f"{p}indexer.{name}"] for name in INDEXER]
         chosen = select_by_latent(state[f"{i}.keys"], h, latent, indexer, angles, c.index_eps, c.index_top_k)
     rows = state[f"{i}.latent"].rows()[chosen]
@@ -229,6 +231,32 @@ def feed_forward(c, w, i, h):
     if i < c.dense_layers:
         return moe.dense(h, w, p)
     return moe.sigmoid_experts(h, w, p, c.experts_used, c.expert_scale) + moe.shared_expert(h, w, p)
+
+
+def draft_layouts(c):
+    """State of the predictor: its latent rows."""
+    return [{f"{c.layers}.latent": Rows((c.kv_rank + c.rotary,))}]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last output h [D] there: what the head reads."""
+    return rms_norm(h, w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head and its next step read."""
+    i = c.layers + d
+    p, angles = f"blk.{i}.", position * rope_frequencies(c.rotary, c.rope_base)
+    x = nextn.joined(w, p, hidden, token, c.norm_eps)
+    every = slice(None)
+    x = x + attention(c, w, state, i, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps), angles, every)[0]
+    x = x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w[f"{p}nextn.shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor."""
+    return nextn.logits(w, f"blk.{c.layers + d}.", row)
 
 
 def tiny_metadata():

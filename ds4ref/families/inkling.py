@@ -8,7 +8,7 @@ file keeps (``source-interleaved-v1``: row 2j of a ``w13`` is gate row j, row 2j
 
 Letters: D hidden, H heads, G key/value heads, d head width, R relative features, X extent, K convolution taps, E routed and
 S shared experts, F feed-forward width, V vocabulary.
-Binds the audio and image towers but does not run them; knows nothing about the draft blocks, which live in a sidecar.
+Binds the audio and image towers but does not run them; the draft blocks live in a sidecar (``inkling_mtp.py``).
 """
 
 import json
@@ -102,7 +102,7 @@ class Config:
         own.str("tensor_layout", choices=("source-interleaved-v1",))
         if own.bool("mtp.sidecar", default=False):
             raise own.error("mtp.sidecar", True, "false: these are the draft blocks of a model, not the model")
-        k = _embedded(artifact)
+        k = embedded_keys(artifact)
         text = "text_config."
         layers = k.int(f"{text}num_hidden_layers", lo=1, hi=1024)
         local = set(k.ints(f"{text}local_layer_ids", lo=0, hi=layers - 1))
@@ -149,7 +149,7 @@ class Config:
         return self.local_heads if self.local[i] else self.global_heads
 
 
-def _embedded(artifact):
+def embedded_keys(artifact):
     """Keys over the embedded config.json, named ``inkling.config.json/section.field``; a null counts as absent."""
     text = Keys(artifact).str(CONFIG_KEY)
     try:
@@ -215,30 +215,10 @@ def tensors(c):
         "model.llm.norm.weight": (D,),
     }
     for i in range(c.layers):
-        p, heads = f"model.llm.layers.{i}.", c.heads(i)
-        q, kv = heads.query * heads.width, heads.kv * heads.width
-        required |= {
-            f"{p}attn_norm.weight": (D,),
-            f"{p}mlp_norm.weight": (D,),
-            f"{p}attn.wq_du.weight": (q, D),
-            f"{p}attn.wk_dv.weight": (kv, D),
-            f"{p}attn.wv_dv.weight": (kv, D),
-            f"{p}attn.wo_ud.weight": (D, q),
-            f"{p}attn.wr_du.weight": (heads.query * c.relative, D),
-            f"{p}attn.rel_logits_proj.proj": (c.relative, heads.extent),
-            f"{p}attn.q_norm.weight": (heads.width,),
-            f"{p}attn.k_norm.weight": (heads.width,),
-            f"{p}attn.k_sconv.weight": (kv, 1, c.taps),
-            f"{p}attn.v_sconv.weight": (kv, 1, c.taps),
-            f"{p}attn_sconv.weight": (D, 1, c.taps),
-            f"{p}mlp_sconv.weight": (D, 1, c.taps),
-        }
+        p = f"model.llm.layers.{i}."
+        required |= _attention_tensors(c, p, c.heads(i))
         if i < c.dense_layers:
-            required |= {
-                f"{p}mlp.w13_dn.weight": (2 * c.dense_width, D),
-                f"{p}mlp.w2_md.weight": (D, c.dense_width),
-                f"{p}mlp.global_scale": (1,),
-            }
+            required |= _dense_tensors(c, p)
         else:
             F = c.expert_width
             required |= {
@@ -251,6 +231,39 @@ def tensors(c):
                 f"{p}mlp.shared_experts.shared_w2_weight": (c.shared_experts, D, F),
             }
     return required, _tower_tensors(c)
+
+
+def block_tensors(c, p, local):
+    """Shapes of a dense block whose names begin with ``p``."""
+    return _attention_tensors(c, p, c.local_heads if local else c.global_heads) | _dense_tensors(c, p)
+
+
+def _attention_tensors(c, p, heads):
+    D, q, kv = c.width, heads.query * heads.width, heads.kv * heads.width
+    return {
+        f"{p}attn_norm.weight": (D,),
+        f"{p}mlp_norm.weight": (D,),
+        f"{p}attn.wq_du.weight": (q, D),
+        f"{p}attn.wk_dv.weight": (kv, D),
+        f"{p}attn.wv_dv.weight": (kv, D),
+        f"{p}attn.wo_ud.weight": (D, q),
+        f"{p}attn.wr_du.weight": (heads.query * c.relative, D),
+        f"{p}attn.rel_logits_proj.proj": (c.relative, heads.extent),
+        f"{p}attn.q_norm.weight": (heads.width,),
+        f"{p}attn.k_norm.weight": (heads.width,),
+        f"{p}attn.k_sconv.weight": (kv, 1, c.taps),
+        f"{p}attn.v_sconv.weight": (kv, 1, c.taps),
+        f"{p}attn_sconv.weight": (D, 1, c.taps),
+        f"{p}mlp_sconv.weight": (D, 1, c.taps),
+    }
+
+
+def _dense_tensors(c, p):
+    return {
+        f"{p}mlp.w13_dn.weight": (2 * c.dense_width, c.width),
+        f"{p}mlp.w2_md.weight": (c.width, c.dense_width),
+        f"{p}mlp.global_scale": (1,),
+    }
 
 
 def _tower_tensors(c):
@@ -274,13 +287,19 @@ def layout(c):
     """State components: keys and values, of every position or of the window, and the inputs of the four convolutions."""
     components = {}
     for i in range(c.layers):
-        heads = c.heads(i)
-        row = (heads.kv, heads.width)
-        for name in ("k", "v"):
-            components[f"{i}.{name}"] = Ring(heads.extent, row) if c.local[i] else Rows(row)
-            components[f"{i}.conv_{name}"] = Ring(c.taps, (heads.kv * heads.width,))
-        for site in ("attn", "mlp"):
-            components[f"{i}.conv_{site}"] = Ring(c.taps, (c.width,))
+        components |= block_layout(c, i, c.local[i])
+    return components
+
+
+def block_layout(c, i, local):
+    """State components of a block, named by ``i``."""
+    components, heads = {}, c.local_heads if local else c.global_heads
+    row = (heads.kv, heads.width)
+    for name in ("k", "v"):
+        components[f"{i}.{name}"] = Ring(heads.extent, row) if local else Rows(row)
+        components[f"{i}.conv_{name}"] = Ring(c.taps, (heads.kv * heads.width,))
+    for site in ("attn", "mlp"):
+        components[f"{i}.conv_{site}"] = Ring(c.taps, (c.width,))
     return components
 
 
@@ -289,19 +308,33 @@ def forward(c, w, state, token, trace):
 
     The rows that pad the stored vocabulary have no logits.
     """
-    x = rms_norm(w.part("model.llm.embed.weight", token), w["model.llm.embed_norm.weight"], c.norm_eps)
+    x = embed(c, w, token)
     trace("embed", x)
     for i in range(c.layers):
-        p = f"model.llm.layers.{i}."
-        y = attention(c, w, state, i, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps))
-        trace(f"attn_{i}", y)
-        x = x + _convolve(state[f"{i}.conv_attn"], y, w[f"{p}attn_sconv.weight"])
-        y = feed_forward(c, w, i, rms_norm(x, w[f"{p}mlp_norm.weight"], c.norm_eps))
-        trace(f"ffn_{i}", y)
-        x = x + _convolve(state[f"{i}.conv_mlp"], y, w[f"{p}mlp_sconv.weight"])
+        dense = i < c.dense_layers
+        x = block(c, w, state, i, f"model.llm.layers.{i}.", x, state.length, trace, local=c.local[i], dense=dense)
         trace(f"h_{i}", x)
-    h = rms_norm(x, w["model.llm.norm.weight"], c.norm_eps)
+    return head(c, w, rms_norm(x, w["model.llm.norm.weight"], c.norm_eps))
+
+
+def embed(c, w, token):
+    """The normalised embedding [D] of a token."""
+    return rms_norm(w.part("model.llm.embed.weight", token), w["model.llm.embed_norm.weight"], c.norm_eps)
+
+
+def head(c, w, h):
+    """Logits [V] of a row [D]."""
     return w["model.llm.unembed.weight"][: c.vocabulary] @ (h / h.dtype.type(c.logit_divisor))
+
+
+def block(c, w, state, i, p, x, position, trace, *, local, dense):
+    """One block on x [D] → [D]: its tensors' names begin with ``p``, its components' with ``i``."""
+    y = attention(c, w, state, i, p, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps), position, local)
+    trace(f"attn_{i}", y)
+    x = x + _convolve(state[f"{i}.conv_attn"], y, w[f"{p}attn_sconv.weight"])
+    y = feed_forward(c, w, p, rms_norm(x, w[f"{p}mlp_norm.weight"], c.norm_eps), dense)
+    trace(f"ffn_{i}", y)
+    return x + _convolve(state[f"{i}.conv_mlp"], y, w[f"{p}mlp_sconv.weight"])
 
 
 def _convolve(ring, row, taps):
@@ -310,9 +343,9 @@ def _convolve(ring, row, taps):
     return row + short_conv(ring.rows(), taps[:, 0])
 
 
-def attention(c, w, state, i, a):
-    """Attention of layer i on its normalised input a [D] → [D], before the output convolution."""
-    p, heads = f"model.llm.layers.{i}.attn.", c.heads(i)
+def attention(c, w, state, i, p, a, position, local):
+    """Attention of a block on its normalised input a [D] → [D], before the output convolution."""
+    p, heads = f"{p}attn.", c.local_heads if local else c.global_heads
     q = (w[f"{p}wq_du.weight"] @ a).reshape(heads.query, heads.width)
     k = _convolve(state[f"{i}.conv_k"], w[f"{p}wk_dv.weight"] @ a, w[f"{p}k_sconv.weight"])
     v = _convolve(state[f"{i}.conv_v"], w[f"{p}wv_dv.weight"] @ a, w[f"{p}v_sconv.weight"])
@@ -323,8 +356,8 @@ def attention(c, w, state, i, a):
     state[f"{i}.v"].append(v.reshape(heads.kv, heads.width))
     keys = state[f"{i}.k"].rows()
     bias = relative_bias(r, w[f"{p}rel_logits_proj.proj"], len(keys))
-    if not c.local[i]:
-        sharpness = q.dtype.type(1 + c.log_alpha * log(max((state.length + 1) / c.log_floor, 1.0)))
+    if not local:
+        sharpness = q.dtype.type(1 + c.log_alpha * log(max((position + 1) / c.log_floor, 1.0)))
         q, bias = q * sharpness, bias * sharpness
     out = attend(q, keys, state[f"{i}.v"].rows(), 1 / heads.width, bias=bias)
     return w[f"{p}wo_ud.weight"] @ out.reshape(-1)
@@ -341,10 +374,10 @@ def relative_bias(r, projection, count):
     return bias
 
 
-def feed_forward(c, w, i, m):
+def feed_forward(c, w, p, m, dense):
     """The dense feed-forward of the first layers, or the experts. m: [D] normalised → [D], before the convolution."""
-    p = f"model.llm.layers.{i}.mlp."
-    if i < c.dense_layers:
+    p = f"{p}mlp."
+    if dense:
         return w[f"{p}global_scale"] * (w[f"{p}w2_md.weight"] @ _gated(m, w[f"{p}w13_dn.weight"]))
     logits = w[f"{p}gate.weight"] @ m
     chosen = top_k(sigmoid(logits[: c.experts]) + w[f"{p}gate.bias"], c.experts_used)

@@ -6,7 +6,7 @@ per layer kind. Values are scaled. A block is dense where it has no router. The 
 Sources: the MiMo-V2-Flash model report and the layout of the published GGUF files.
 
 Letters: D hidden, H heads, G key/value heads, d key width, v value width, E experts, F feed-forward width, V vocabulary.
-Binds the predictor blocks but does not run them; knows nothing about the DFlash sidecar or the media projector.
+Knows nothing about the DFlash sidecar (``mimo2_dflash.py``) or the media projector.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from ..state import Ring, Rows
 
 ARCHITECTURES = ("mimo2",)
 OPTIONS = {}
+
+LONGEST_DRAFT = 8  # of a single block; several draft one token each
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,12 @@ def tensors(c):
 
 def layout(c):
     """State components: rotated keys and scaled values, of every position or of the window, by layer."""
+    return _layout(c, range(c.layers))
+
+
+def _layout(c, blocks):
     components = {}
-    for i in range(c.layers):
+    for i in blocks:
         key, value = (c.kv_heads[i], c.key_width), (c.kv_heads[i], c.value_width)
         components[f"{i}.k"] = Ring(c.window, key) if c.sliding[i] else Rows(key)
         components[f"{i}.v"] = Ring(c.window, value) if c.sliding[i] else Rows(value)
@@ -174,6 +180,30 @@ def feed_forward(c, w, i, n):
     if not c.routed[i]:
         return moe.dense(n, w, p)
     return moe.sigmoid_experts(n, w, p, c.experts_used)
+
+
+def draft_layouts(c):
+    """State of each predictor: what a sliding layer keeps."""
+    return [_layout(c, [c.layers + d]) for d in range(c.predictors)]
+
+
+def draft_input(c, w, h):
+    """Block 0's hidden row of a position: the trunk's last output h [D] there, not normalised."""
+    return h
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run predictor d on a hidden row and a token → its output [D], not normalised: the hidden row of block d + 1."""
+    i = c.layers + d
+    p = f"blk.{i}."
+    x = nextn.joined(w, p, hidden, token, c.norm_eps)
+    x = x + attention(c, w, state, i, position, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps))
+    return x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of an output of predictor d: its own norm, the trunk's head."""
+    return w["output.weight"] @ rms_norm(row, w[f"blk.{c.layers + d}.{c.predictor_norm}.weight"], c.norm_eps)
 
 
 def tiny_metadata():

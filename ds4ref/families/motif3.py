@@ -8,8 +8,8 @@ attention), PolyCom (Zhuo et al. 2024, PolyNorm), mHC (Xie et al. 2025).
 
 Letters: D hidden, H heads, G groups of heads, n rotary width, r latent rank, v value width, N streams, E experts,
 F feed-forward width, V vocabulary.
-Binds the predictor block (``mtp.0``) but does not run it. Does not read the layout of llama.cpp's converter
-(``hyper_connection.*`` keys, ``nextn_predict_layers``).
+Describes the predictor block (``mtp.0``) but drafts nothing with it, as the published model is served. Does not read the
+layout of llama.cpp's converter (``hyper_connection.*`` keys, ``nextn_predict_layers``).
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from ..state import Ring, Rows
 
 ARCHITECTURES = ("motif3",)
 OPTIONS = {}
+
+LONGEST_DRAFT = 1
 
 # Constants of the authors' modeling code that the file has no key for.
 HYPER_NORM_EPS = 1e-6
@@ -210,8 +212,11 @@ def layout(c):
 
     ``sliding_window`` counts the keys before the query's own: a window of 128 sees 129.
     """
-    row = (c.kv_rank + c.rotary,)
-    return {f"{i}.latent": Ring(c.window + 1, row) if c.sliding(i) else Rows(row) for i in range(c.layers)}
+    return {f"{i}.latent": _windowed(c) if c.sliding(i) else Rows((c.kv_rank + c.rotary,)) for i in range(c.layers)}
+
+
+def _windowed(c):
+    return Ring(c.window + 1, (c.kv_rank + c.rotary,))
 
 
 def forward(c, w, state, token, trace):
@@ -242,22 +247,26 @@ def _site(c, w, i, site, streams, block, trace):
 
 
 def attention(c, w, state, i, position, a):
-    """Differential latent attention of layer i on its normalised input a [D] → [D].
+    """Differential latent attention of layer i on its normalised input a [D] → [D]."""
+    return _attend(c, w, f"blk.{i}.", state[f"{i}.latent"], position * _frequencies(c, i), _score_scale(c, i), a)
+
+
+def _attend(c, w, p, component, angles, scale, a):
+    """The attention of one block, whose row joins ``component`` first.
 
     Absorbed form: queries meet the latents themselves, and the value expansion comes after the difference of the heads.
     """
-    p, nope = f"blk.{i}.", c.key_width - c.rotary
-    angles = position * _frequencies(c, i)
+    nope = c.key_width - c.rotary
     latent_q = rms_norm(w[f"{p}attn_q_a.weight"] @ a, w[f"{p}attn_q_a_norm.weight"], c.norm_eps)
     q = (w[f"{p}attn_q_b.weight"] @ latent_q).reshape(c.groups, -1, c.key_width)
     q = rotate_tail(q, angles, rotate_halves)
     latent, k_rot = np.split(w[f"{p}attn_kv_a.weight"] @ a, (c.kv_rank,))
     latent = rms_norm(latent, w[f"{p}attn_kv_a_norm.weight"], c.norm_eps)
-    state[f"{i}.latent"].append(np.concatenate([latent, rotate_halves(k_rot, angles)]))
-    rows = state[f"{i}.latent"].rows()[:, None, :]
+    component.append(np.concatenate([latent, rotate_halves(k_rot, angles)]))
+    rows = component.rows()[:, None, :]
     k_b, v_b = np.split(w[f"{p}attn_kv_b.weight"].reshape(c.groups, -1, c.kv_rank), (nope,), axis=1)
     query = np.concatenate([np.matmul(q[..., :nope], k_b), q[..., nope:]], axis=-1).reshape(c.heads, -1)
-    read = attend(query, rows, rows[..., : c.kv_rank], _score_scale(c, i)).reshape(c.groups, -1, c.kv_rank)
+    read = attend(query, rows, rows[..., : c.kv_rank], scale).reshape(c.groups, -1, c.kv_rank)
     balance = sigmoid(w[f"{p}attn_lambda.weight"] @ a).reshape(c.groups, -1, 1)
     difference = read[:, :-1] - balance * read[:, -1:]
     out = np.matmul(difference, v_b.transpose(0, 2, 1)).reshape(-1)
@@ -316,6 +325,39 @@ def poly_norm(x, powers, bias):
     cube, square, line = (rms_norm(power, eps=POLY_NORM_EPS) for power in (x * x * x, x * x, x))
     w0, w1, w2 = sigmoid(powers)
     return w0 * cube + w1 * square + w2 * line + bias
+
+
+def draft_unused(c):
+    """Why the predictor does not draft."""
+    return "the published model is served without drafts"
+
+
+def draft_layouts(c):
+    """State of the predictor: what a sliding layer keeps."""
+    return [{"mtp.0.latent": _windowed(c)}]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last streams h [N, D] there: what the head reads."""
+    return rms_norm(np.mean(h, axis=0), w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head reads. Hidden row first."""
+    p = f"mtp.{d}."
+    embedding = rms_norm(w.part("token_embd.weight", token), w[f"{p}embed_norm.weight"], c.norm_eps)
+    x = w[f"{p}input_proj.weight"] @ np.concatenate([hidden, embedding])
+    a = rms_norm(x, w[f"{p}input_layernorm.weight"], c.norm_eps)
+    angles = position * rope_frequencies(c.rotary, c.rope_base_sliding)
+    x = x + _attend(c, w, p, state[f"{p}latent"], angles, c.key_width**-0.5, a)
+    a = rms_norm(x, w[f"{p}post_attention_layernorm.weight"], c.norm_eps)
+    x = x + _poly_unit(c, a, *(w[name] for name in _unit_names(p, "")))
+    return rms_norm(x, w[f"{p}final_layernorm.weight"], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor."""
+    return w["output.weight"] @ row
 
 
 def tiny_metadata():

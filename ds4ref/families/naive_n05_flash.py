@@ -6,7 +6,7 @@ are scaled; rotation touches the first channels of a head only, with a base per 
 and the layout of the published GGUF files.
 
 Letters: D hidden, H heads, G key/value heads, d key width, v value width, I indexer heads, E experts, V vocabulary.
-Knows nothing about drafting: the DSpark predictor lives in a sidecar.
+Knows nothing about drafting: the DSpark predictor lives in a sidecar (``naive_n05_flash_dspark.py``).
 """
 
 from dataclasses import dataclass

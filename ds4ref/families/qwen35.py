@@ -6,7 +6,7 @@ the matrix back. Sources: the Qwen3-Next and Qwen3.5 model code, Gated DeltaNet 
 llama.cpp's converter, and the ``prism.hadamard`` keys of the published files.
 
 Letters: D hidden, H query heads, G key/value heads, d head width; Hk and Hv key and value heads of the delta net, r = Hv/Hk.
-Knows nothing about drafting (a NextN block is bound and not run) nor about images (their encoder is another file).
+Knows nothing about images (their encoder is another file).
 """
 
 import re
@@ -25,6 +25,7 @@ from ..state import Recurrent, Ring, Rows
 ARCHITECTURES = ("qwen35",)
 OPTIONS = {}
 
+LONGEST_DRAFT = 8
 FOLDABLE = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|gate|output)|ffn_(gate|up|down)|ssm_out)\.weight|output\.weight")
 
 
@@ -256,9 +257,12 @@ def layout(c):
             components[f"{i}.conv"] = Ring(c.taps, (_channels(c),))
             components[f"{i}.memory"] = Recurrent((c.value_heads, c.delta_width, c.delta_width))
         else:
-            components[f"{i}.k"] = Rows((c.kv_heads, c.head_width))
-            components[f"{i}.v"] = Rows((c.kv_heads, c.head_width))
+            components |= _attention_components(c, i)
     return components
+
+
+def _attention_components(c, i):
+    return {f"{i}.{part}": Rows((c.kv_heads, c.head_width)) for part in "kv"}
 
 
 def forward(c, w, state, token, trace):
@@ -276,8 +280,11 @@ def forward(c, w, state, token, trace):
         trace(f"ffn_{i}", y)
         h = h + y
         trace(f"h_{i}", h)
-    head = "output.weight" if "output.weight" in w else "token_embd.weight"
-    return linear(c, w, head, rms_norm(h, w["output_norm.weight"], c.norm_eps))
+    return linear(c, w, _head(w), rms_norm(h, w["output_norm.weight"], c.norm_eps))
+
+
+def _head(w):
+    return "output.weight" if "output.weight" in w else "token_embd.weight"
 
 
 def embed(c, w, token):
@@ -336,6 +343,41 @@ def feed_forward(c, w, p, x):
     """SwiGLU on the normalised input x [D] → [D]."""
     gate, up = linear(c, w, f"{p}ffn_gate.weight", x), linear(c, w, f"{p}ffn_up.weight", x)
     return linear(c, w, f"{p}ffn_down.weight", silu(gate) * up)
+
+
+def draft_unused(c):
+    """Why the NextN blocks do not draft, or None."""
+    return None if c.predictors == 1 else f"the use of {c.predictors} blocks is not described"
+
+
+def draft_layouts(c):
+    """State of the predictor: keys and values of every position."""
+    return [_attention_components(c, c.layers)]
+
+
+def draft_input(c, w, h):
+    """The predictor's hidden row of a position, from the trunk's last output h [D] there: what the head reads."""
+    return rms_norm(h, w["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the predictor on a hidden row and the token after it → the row [D] that its head and its next step read."""
+    i = c.layers + d
+    p, angles = f"blk.{i}.", position * rope_frequencies(c.rotary, c.rope_base)
+    own = f"{p}nextn.embed_tokens.weight"
+    embedding = w.part(own, token) if own in w else embed(c, w, token)
+    norms = (w[f"{p}nextn.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj"))
+    x = nextn.join(hidden, embedding, *norms, c.norm_eps)
+    x = x + attention(c, w, state, i, angles, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps))
+    x = x + feed_forward(c, w, p, rms_norm(x, w[f"{p}post_attention_norm.weight"], c.norm_eps))
+    last = f"{p}nextn.shared_head_norm.weight"
+    return rms_norm(x, w[last if last in w else "output_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of a row of the predictor: its own head where it has one, else the trunk's."""
+    own = f"blk.{c.layers + d}.nextn.shared_head_head.weight"
+    return linear(c, w, own if own in w else _head(w), row)
 
 
 def tiny_metadata():

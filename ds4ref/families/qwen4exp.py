@@ -9,7 +9,7 @@ Two layouts share the architecture string: the *published* one and that of *llam
 apart here, their tensors in ``qwen4exp_layouts.py``.
 
 Letters: D hidden, S streams, H query heads, G key/value heads, d head width, B tokens of an indexer block, E experts.
-Knows nothing about drafting and images: the draft block and the vision tower are bound and not run.
+Knows nothing about images: the vision tower is bound and not run.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ OPTIONS = {
     "context": "tokens to be ready for (default: the trained context); beyond the trained context YaRN applies to all prompts",
     "ple": "folder of the n-gram embedding files (default: the one that the model's file names)",
 }
+LONGEST_DRAFT = 8
 MOST_FACTOR = 4  # the largest YaRN factor that the model is published for
 
 
@@ -234,10 +235,17 @@ def layout(c):
             components[f"{i}.conv"] = Ring(c.taps, (channels(c),))
             components[f"{i}.memory"] = Recurrent((c.value_heads, c.key_width, c.value_width))
         else:
-            components[f"{i}.k"] = Rows((c.kv_heads, c.head_width))
-            components[f"{i}.v"] = Rows((c.kv_heads, c.head_width))
-            components[f"{i}.index"] = Rows((c.index_width,))
+            components |= _attention_components(c, i)
     return components
+
+
+def _attention_components(c, i):
+    return {f"{i}.{part}": Rows((c.kv_heads, c.head_width)) for part in "kv"} | {f"{i}.index": Rows((c.index_width,))}
+
+
+def _prefix(c, i):
+    """What the names of block i begin with: one of the trunk, or the draft block after it."""
+    return f"blk.{i}." if i < c.layers else "mtp.blk.0."
 
 
 def forward(c, w, state, token, trace):
@@ -261,7 +269,7 @@ def forward(c, w, state, token, trace):
 
 def _site(c, w, i, site, streams, block, trace):
     """One block between its mixer and the streams: ``R_s += g_s · block(x)``, gains g around 1."""
-    p = f"blk.{i}.hc_{site}_"
+    p = f"{_prefix(c, i)}hc_{site}_"
     x, normed = mix(c, w, p, streams)
     gains = 2 * sigmoid(w[f"{p}inject.weight"] @ normed / c.streams)
     y = block(x)
@@ -319,7 +327,7 @@ def delta_net(c, w, state, i, x, trace):
 
 def attention(c, w, state, i, x, trace):
     """Sparse gated attention of block i on its input x [D] → [D]. ``attn_q`` holds d query rows, then d gate rows per head."""
-    p, position = f"blk.{i}.", state.length
+    p, position = _prefix(c, i), state.length
     q, gate = np.split((w[f"{p}attn_q.weight"] @ x).reshape(c.heads, 2 * c.head_width), 2, axis=1)
     k, v = ((w[f"{p}attn_{name}.weight"] @ x).reshape(c.kv_heads, c.head_width) for name in "kv")
     state[f"{i}.k"].append(rotate(c, rms_norm(k, w[f"{p}attn_k_norm.weight"], c.norm_eps), position))
@@ -371,6 +379,41 @@ def feed_forward(c, w, p, x):
     chosen, weights = moe.route(softmax(w[f"{p}ffn_gate_inp.weight"] @ x), c.experts_used)
     shared = sigmoid(w[f"{p}ffn_gate_inp_shexp.weight"] @ x) * moe.shared_expert(x, w, p)
     return moe.experts(x, chosen, weights, w, p) + shared
+
+
+def draft_unused(c):
+    """Why the draft block does not draft, or None."""
+    return None if c.published else "llama.cpp's layout has no mixer before its head, and none is described in its place"
+
+
+def draft_layouts(c):
+    """State of the draft block: what an attention block keeps."""
+    return [_attention_components(c, c.layers)]
+
+
+def draft_input(c, w, h):
+    """The draft block's hidden row of a position: the trunk's last streams h [S, D] there, before the final mixer."""
+    return h
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run the draft block on streams [S, D] and the token after them → streams [S, D]. Its positions are its own rows'.
+
+    ``H_s = fc_hidden · N(R_s) + fc_embedding · N(embedding)``, then a block of the attention kind without n-grams.
+    """
+    w, i = Named(c, w), c.layers + d
+    embedding = rms_norm(w.part("token_embd.weight", token), w["mtp.fc_embedding_norm.weight"], c.norm_eps)
+    normed = _stream_norm(c, hidden, w["mtp.fc_hidden_norm.weight"])
+    streams = normed @ w["mtp.fc_hidden.weight"].T + w["mtp.fc_embedding.weight"] @ embedding
+    silent = lambda name, array: None  # noqa: E731
+    streams = _site(c, w, i, "attn", streams, lambda x: attention(c, w, state, i, x, silent), silent)
+    return _site(c, w, i, "ffn", streams, lambda x: feed_forward(c, w, _prefix(c, i), x), silent)
+
+
+def draft_logits(c, w, d, streams):
+    """Draft logits [V] of the draft block's streams: its own mixer, the trunk's head."""
+    w = Named(c, w)
+    return w["output.weight"] @ mix(c, w, "mtp.output_hc_", streams)[0]
 
 
 def tiny_metadata():

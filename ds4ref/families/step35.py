@@ -6,7 +6,7 @@ layer's input. Experts clamp SiLU's result, not its argument. The architecture s
 Sources: the Step 3.5 and 3.7 Flash model reports and the layout of the published GGUF files.
 
 Letters: D hidden, H heads (by layer), G key/value heads, d head width, E experts, F feed-forward width, V vocabulary.
-Knows nothing about drafting from the MTP sidecar or about images; predictor blocks inside the main file are bound, not run.
+Predictor blocks are in the main file or in a sidecar (``step35_mtp.py``). Knows nothing about images.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from ..state import Ring, Rows
 
 ARCHITECTURES = ("step35",)
 OPTIONS = {}
+
+LONGEST_DRAFT = 1  # of a single block; several draft one token each
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,20 @@ class Config:
 
         Per-block tuples cover predictor blocks too, where the file has any.
         """
-        k = Keys(artifact, "step35.")
-        blocks = k.int("block_count", lo=1, hi=1024)
-        predictors = k.int("nextn_predict_layers", default=0, lo=0, hi=blocks - 1)
-        layers = blocks - predictors
-        if f"blk.{layers}.nextn.eh_proj.weight" in artifact.tensors and "blk.0.attn_norm.weight" not in artifact.tensors:
+        if is_sidecar(artifact):
+            layers, predictors = _block_counts(Keys(artifact, "step35."))
             raise ArtifactError(
-                f"{artifact.path.name}: a step35 predictor sidecar (blocks {layers} to {blocks - 1} only), not a model; "
-                "open the main file"
+                f"{artifact.path.name}: a step35 predictor sidecar (blocks {layers} to {layers + predictors - 1} only), not a "
+                "model; open the main file"
             )
+        return cls.of_blocks(artifact)
+
+    @classmethod
+    def of_blocks(cls, artifact):
+        """:meth:`from_metadata` of a model or of its predictors' sidecar, which repeats the keys."""
+        k = Keys(artifact, "step35.")
+        layers, predictors = _block_counts(k)
+        blocks = layers + predictors
         config = cls(
             layers=layers,
             predictors=predictors,
@@ -100,8 +107,21 @@ class Config:
         return config
 
 
-def tensors(c):
-    """(required, optional): tensor name → shape."""
+def _block_counts(k):
+    """(blocks of the trunk, predictor blocks)."""
+    blocks = k.int("block_count", lo=1, hi=1024)
+    predictors = k.int("nextn_predict_layers", default=0, lo=0, hi=blocks - 1)
+    return blocks - predictors, predictors
+
+
+def is_sidecar(artifact):
+    """Whether a file has predictor blocks and no trunk."""
+    predictor = any(name.endswith(".nextn.eh_proj.weight") for name in artifact.tensors)
+    return predictor and "blk.0.attn_norm.weight" not in artifact.tensors
+
+
+def tensors(c, first=0):
+    """(required, optional): tensor name → shape, of the blocks from ``first`` on and what is shared by all."""
     D, d = c.width, c.head_width
     required = {
         "token_embd.weight": (c.vocabulary, D),
@@ -109,8 +129,8 @@ def tensors(c):
         "output_norm.weight": (D,),
         "rope_freqs.weight": (d // 2,),
     }
-    for i, (heads, groups) in enumerate(zip(c.heads, c.kv_heads, strict=True)):
-        p = f"blk.{i}."
+    for i in range(first, len(c.heads)):
+        p, heads, groups = f"blk.{i}.", c.heads[i], c.kv_heads[i]
         required |= {
             f"{p}attn_norm.weight": (D,),
             f"{p}attn_q.weight": (heads * d, D),
@@ -142,8 +162,12 @@ def _dense(c, i):
 
 def layout(c):
     """State components: normalised, rotated keys and values, of every position or of the window, by layer."""
+    return _layout(c, range(c.layers))
+
+
+def _layout(c, blocks):
     components = {}
-    for i in range(c.layers):
+    for i in blocks:
         row = (c.kv_heads[i], c.head_width)
         components[f"{i}.k"] = Ring(c.window, row) if c.sliding[i] else Rows(row)
         components[f"{i}.v"] = Ring(c.window, row) if c.sliding[i] else Rows(row)
@@ -203,6 +227,31 @@ def feed_forward(c, w, i, n):
         return moe.dense(n, w, p, c.clamp_shared[i], "activation")
     routed = moe.sigmoid_experts(n, w, p, c.experts_used, c.expert_scale, c.clamp_routed[i], "activation", floor=0.0)
     return routed + moe.shared_expert(n, w, p, c.clamp_shared[i], "activation")
+
+
+def draft_layouts(c):
+    """State of each predictor: what a sliding layer keeps."""
+    return [_layout(c, [c.layers + d]) for d in range(c.predictors)]
+
+
+def draft_input(c, w, h):
+    """Block 0's hidden row of a position: the trunk's last output h [D] there, not normalised."""
+    return h
+
+
+def draft_block(c, w, state, d, position, hidden, token):
+    """Run predictor d on a hidden row and a token → its output [D], not normalised: the hidden row of block d + 1."""
+    i = c.layers + d
+    p = f"blk.{i}."
+    x = nextn.joined(w, p, hidden, token, c.norm_eps)
+    x = x + attention(c, w, state, i, position, rms_norm(x, w[f"{p}attn_norm.weight"], c.norm_eps))
+    return x + feed_forward(c, w, i, rms_norm(x, w[f"{p}ffn_norm.weight"], c.norm_eps))
+
+
+def draft_logits(c, w, d, row):
+    """Draft logits [V] of an output of predictor d: its own norm and head."""
+    p = f"blk.{c.layers + d}."
+    return nextn.logits(w, p, rms_norm(row, w[f"{p}nextn.shared_head_norm.weight"], c.norm_eps))
 
 
 def tiny_metadata():

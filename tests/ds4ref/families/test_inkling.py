@@ -247,4 +247,4 @@ def test_expert_weights_share_one_softmax_of_log_sigmoid():
         gate, up = w13[0::2] @ m, w13[1::2] @ m
         expected += affinity[index] / total * (w2 @ (gate / (1 + np.exp(-gate)) * up))
     expected *= c.route_scale * w[f"{p}gate.global_scale"]
-    assert np.allclose(inkling.feed_forward(c, w, 0, m), expected, rtol=1e-12)
+    assert np.allclose(inkling.feed_forward(c, w, "model.llm.layers.0.", m, dense=False), expected, rtol=1e-12)

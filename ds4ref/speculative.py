@@ -1,0 +1,267 @@
+"""Speculative decoding: a drafter proposes, the target judges, and no distribution changes.
+
+Theory of operation. Let x be the newest token of an answer, sampled and not consumed yet. One *trial* is
+
+    draft     the drafter proposes d₁ … d_k, each from a distribution q of its own
+    verify    the target consumes x, d₁ … d_k, which gives the logits of k + 1 positions
+    accept    position by position: d is kept with probability min(1, p(d) / q(d)); the first that is not is replaced by a
+              draw from max(p − q, 0), normalised, and ends the trial. After k kept drafts one token more is drawn from p
+    roll back the target goes back to the last token that it consumed of what was kept
+
+Each token is then distributed by p, the distribution of ordinary decoding (Leviathan et al. 2023, appendix A.1; Chen et al.
+2023, theorem 1), where p is what the sampler draws from at that position: after stop policy, grammar, logit bias, penalties,
+temperature, top-k, top-p and min-p. The same filters make q, along the drafted history; a filter on q changes how many drafts
+are kept, never what is distributed. Greedy decoding is the case where p and q each have one token.
+
+Whether a position gets a draft may depend on what came before it and on the drafter's logits, but not on the token drawn from
+them: dropping a draft for what it is would bias what takes its place.
+
+Randomness. Every draw is a function of (seed, choice, position, lane) alone (``sampling.uniform``): lane 0 draws a token from p
+or from what is left of it, lane 1 draws a draft from q, lane 2 decides whether it is kept. So a seed gives one text for one
+history of trials. It need not be the text without drafts, but for temperature 0, where it is, token for token.
+
+The target computes one token at a time, so that what it has after a roll back is bit for bit what it would have had without
+drafts. Knows nothing about families, files or text: any model with ``step`` and any drafter with the verbs of ``drafting``.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .drafting import follow
+from .sampling import Counts, distribution, draw, uniform
+
+DRAW, DRAFT, KEEP = 0, 1, 2  # lanes of random numbers
+
+
+def judge(p, q, draft, u, v):
+    """The token of a position whose draft came from q: the draft itself, or a draw from ``max(p − q, 0)``.
+
+    p, q: [V] distributions; draft: ids; u decides whether it is kept, v draws; each one number or [N] independent ones.
+    """
+    rest = np.maximum(p - q, 0.0)
+    rest = rest if rest.any() else p  # equal but for rounding: then nothing is rejected but by rounding
+    ids = np.flatnonzero(rest)
+    cumulative = np.cumsum(rest[ids])
+    at = np.searchsorted(cumulative, v * cumulative[-1], side="right")
+    return np.where(u * q[draft] < p[draft], draft, ids[np.minimum(at, len(ids) - 1)])
+
+
+class Drafted(np.ndarray):
+    """Logits [V] of a position that has a draft, drawn from ``q``. ``sampling.sample`` lets them find their token."""
+
+    @classmethod
+    def of(cls, logits, draft, q):
+        drafted = np.asarray(logits).view(cls)
+        drafted.draft, drafted.q = draft, q
+        return drafted
+
+    def settle(self, params, position, *, counts, banned, choice):
+        """The position's token by :func:`judge`; arguments and errors are those of ``sampling.sample``."""
+        p = distribution(self, params, counts=counts, banned=banned)
+        if params.temperature == 0:
+            u = v = 0.0
+        else:
+            u, v = (uniform(params.seed, choice, position, lane) for lane in (KEEP, DRAW))
+        return int(judge(p, self.q, self.draft, u, v))
+
+
+@dataclass
+class Pace:
+    """How many drafts a trial is worth: as many as are likely enough to be kept.
+
+    ``rate`` estimates how often a draft is kept whose predecessors were, from the newest judgements. The n-th draft is then
+    kept with probability rateⁿ, and tried while that is at least ``worth``, about what one draft costs in steps of the target.
+    Where not even the first is, drafting pauses for ``rest`` tokens and then tries one again. Nothing is measured but
+    judgements, so the same seed gives the same trials.
+    """
+
+    most: int
+    worth: float = 0.3
+    rest: int = 32
+    memory: float = 0.125
+    rate: float = 1.0
+    paused: int = 0
+    """Pauses so far."""
+    _resting: int = 0
+
+    def width(self):
+        """Drafts to try next, 0 while drafting pauses."""
+        if self._resting:
+            self._resting -= 1
+            return 0
+        width = 1
+        while width < self.most and self.rate ** (width + 1) >= self.worth:
+            width += 1
+        return min(width, self.most)
+
+    def judged(self, kept, rejected):
+        """A trial kept so many drafts and rejected one more or none."""
+        for outcome in [1.0] * kept + [0.0] * rejected:
+            self.rate += self.memory * (outcome - self.rate)
+        if rejected and self.rate < self.worth:
+            self.paused += 1
+            self._resting = self.rest
+
+
+@dataclass
+class Speculator:
+    """Drafting for one answer: drives ``model`` on ``state``. Between two calls state and draft stand at the same token.
+
+    width: drafts of a trial at most; margin: a draft whose logit leads the second best by less ends the proposal; draft: what
+    the drafter kept of this sequence (``drafting.follow`` says whether it still fits); mask: where the answer has a grammar,
+    ``mask(drafts)`` → bool [V], what it excludes after so many drafts.
+    """
+
+    model: object
+    state: object
+    drafter: object
+    width: int
+    margin: float = 0.0
+    draft: object = None
+    mask: object = None
+    trials: int = 0
+    drafted: int = 0
+    """Drafts that were judged."""
+    accepted: int = 0
+    pace: Pace = field(init=False)
+
+    def __post_init__(self):
+        if not 1 <= self.width <= self.drafter.longest:
+            raise ValueError(f"a trial has 1 to {self.drafter.longest} drafts with this drafter, got {self.width}")
+        self.pace = Pace(self.width)
+        self.draft = follow(self.drafter, self.draft, self.state)
+
+    def feed(self, token):
+        """Consume a token that is no draft."""
+        self.drafter.extend(self.draft, token, self._step(token))
+
+    def _step(self, token):
+        """Let the target consume ``token``; → what the drafter reads of it."""
+        taps, wanted = {}, self.drafter.taps
+
+        def trace(name, array):
+            if name in wanted:
+                taps[name] = np.array(array)
+
+        self.model.step(self.state, token, trace)
+        return taps
+
+    def advance(self, generation):
+        """One trial from the newest token of ``generation``, which has not finished. → its :class:`Step` list, not empty."""
+        token = generation.generated[-1]
+        drafts, qs = self._propose(generation, token)
+        # An end token would never be consumed: it is judged, but not computed.
+        end = bool(drafts) and generation.policy.is_end(drafts[-1])
+        rows, taps, marks = [], [], []
+        for t in [token, *(drafts[:-1] if end else drafts)]:
+            taps.append(self._step(t))
+            rows.append(self.state.logits)
+            marks.append(self.state.checkpoint())
+        steps, judged, kept = self._accept(generation, rows, drafts, qs)
+        if len(steps) < len(marks):
+            self.state.rewind(marks[len(steps) - 1])
+        for t, seen in zip([token, *drafts], taps[: len(steps)], strict=False):
+            self.drafter.extend(self.draft, t, seen)
+        if drafts:
+            self.trials += 1
+            self.drafted += judged
+            self.accepted += kept
+            self.pace.judged(kept, judged - kept)
+        return steps
+
+    def _propose(self, generation, token):
+        """(drafts, the distribution that each came from): no more than context and budget leave room for."""
+        limit = min(generation.budget, generation.context - len(generation.prompt))
+        width = min(self.pace.width(), limit - len(generation.generated) - 1)
+        qs = []
+        if width < 1:
+            return [], qs
+        return self.drafter.propose(self.draft, token, width, _Chooser(generation, self.margin, self.mask, qs)), qs
+
+    def _accept(self, generation, rows, drafts, qs):
+        """(steps, drafts judged, drafts kept). Judging stops with the first draft that is not kept and with the answer."""
+        steps, kept = [], 0
+        for row, draft, q in zip(rows, drafts, qs, strict=False):
+            steps.append(generation.accept(Drafted.of(row, draft, q)))
+            if steps[-1].token != draft:
+                break
+            kept += 1
+            if generation.finish is not None:
+                break
+        judged = len(steps)
+        if kept == len(drafts) and generation.finish is None:
+            steps.append(generation.accept(rows[-1]))
+        return steps, judged, kept
+
+
+class _Chooser:
+    """Names the drafts of one proposal, by the sampler's own rules along the drafted history."""
+
+    def __init__(self, generation, margin, mask, qs):
+        self.generation, self.margin, self.mask, self.qs = generation, margin, mask, qs
+        self.params, self.tracker = generation.params, generation.tracker
+        self.position = len(generation.prompt) + len(generation.generated)
+        self.drafts, self.counts, self.ended = [], None, False
+
+    def __call__(self, logits):
+        """The next draft, whose distribution joins ``qs``; None where drafting had better stop."""
+        if self.ended or (self.margin and _lead(logits) < self.margin):
+            return None
+        params, policy = self.params, self.generation.policy
+        if params.penalised and self.counts is None:
+            self.counts = Counts(len(logits), self.generation.prompt)
+            for token in self.generation.generated:
+                self.counts.add(token)
+        q = distribution(logits, params, counts=self.counts, banned=self._banned())
+        if params.temperature == 0:
+            token = int(np.argmax(q))
+        else:
+            token = draw(q, uniform(params.seed, self.generation.choice, self.position, DRAFT))
+        self.qs.append(q)
+        self.drafts.append(token)
+        self.ended = policy.is_end(token)
+        self.position += 1
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.tracker is not None:
+            self.tracker = self.tracker.after(self.generation.tokenizer.token_bytes(token))
+        return token
+
+    def _banned(self):
+        masked = self.generation.policy.masked(self.tracker is not None and self.tracker.is_open)
+        if self.mask is None:
+            return masked
+        banned = np.array(self.mask(tuple(self.drafts)), dtype=bool)
+        banned[list(masked)] = True
+        return masked if banned.all() else banned
+
+
+def _lead(logits):
+    """By how much the best logit leads the second best."""
+    if len(logits) < 2:
+        return np.inf
+    second, first = np.partition(logits, len(logits) - 2)[-2:]
+    return first - second
+
+
+def run(speculator, generation, prompt=None, progress=lambda done, total: None):
+    """``generation.run`` with drafts: the same arguments but for the speculator, the same tokens where greedy.
+
+    Steps come one by one; those of one trial are computed together, so whoever stops in between finds the rest of the trial in
+    ``generation``, and state and generation in accord.
+    """
+    step = generation.start()
+    tokens = generation.prompt if prompt is None else prompt
+    for done, token in enumerate(tokens):
+        progress(done, len(tokens))
+        speculator.feed(token)
+    progress(len(tokens), len(tokens))
+    if generation.finish is not None:
+        yield step
+        return
+    if speculator.state.logits is None:
+        raise ValueError("an answer needs a prompt of at least one token")
+    yield generation.accept(speculator.state.logits)
+    while generation.finish is None:
+        yield from speculator.advance(generation)
