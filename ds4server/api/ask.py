@@ -13,6 +13,8 @@ from ds4ref.chat import ChatError, Prompt
 from ds4ref.sampling import SamplingParams
 from ds4ref.stop import eos_policy
 
+from .. import grammar
+from ..grammar import Grammar
 from ..jobs import Job, Mailbox
 from ..lanes import Needs
 from .errors import ApiError, bad_request, unknown_model
@@ -35,7 +37,7 @@ class Ask:
     Either ``messages`` (Chat Completions form, validated, with ``tools`` in the same form or None) or ``prompts`` (token ids,
     continued as raw text) is given. controls: the thinking controls in Chat Completions spelling. budget: tokens per choice,
     None for the server's default. form: None for free text, "json_object", or a JSON schema that the visible text must satisfy.
-    field: what the surface calls the prompt, for errors.
+    field, form_field: what the surface calls the prompt and the form, for errors.
     """
 
     surface: str
@@ -56,6 +58,7 @@ class Ask:
     ignore_eos: bool = False
     token_ids: bool = False
     form: str | Mapping | None = None
+    form_field: str = "response_format"
 
     @property
     def rendered_tools(self):
@@ -93,24 +96,9 @@ def _check_model(service, name):
         raise unknown_model(service, name)
 
 
-def _refuse_constraints(ask):
-    """Fields whose meaning this version cannot honour are errors, never ignored."""
-    if ask.form is not None:
-        raise bad_request("response_format must be text: this version does not constrain sampling", "response_format")
-    if ask.choice.mode == "required" or ask.choice.names:
-        raise bad_request("tool_choice must be auto or none: this version does not force calls", "tool_choice")
-    if ask.thinking_budget is not None:
-        raise bad_request("thinking_budget is not supported by this version", "thinking_budget")
-    for i, tool in enumerate(ask.tools or ()):
-        if tool["function"].get("strict"):
-            path = f"tools[{i}].function.strict"
-            raise bad_request(f"{path} must be false: this version does not constrain sampling", path)
-
-
 def jobs_of(service, ask, request_id):
     """The jobs of a request, prompt by prompt and choice by choice, all with one mailbox. ApiError 400 for what is wrong."""
     _check_model(service, ask.model)
-    _refuse_constraints(ask)
     mailbox = Mailbox()
     if ask.messages is None:
         return [job for i, ids in enumerate(ask.prompts) for job in _raw(service, ask, request_id, mailbox, ids, i)]
@@ -144,6 +132,7 @@ class _Source:
     marks: tuple[int, ...] = ()
     opening: int | None = None
     think: str = "none"
+    grammar: Grammar | None = None
 
 
 def _rendered(service, ask, request_id, mailbox, choices):
@@ -152,13 +141,34 @@ def _rendered(service, ask, request_id, mailbox, choices):
     conversation, tools = service.conversation, ask.rendered_tools
     marks = conversation.marks(ask.messages, tools, options, ids)
     opening = conversation.opening(ask.messages, tools, options, ids) if service.plan.effective["disk"] else None
-    source = _Source(ids, prompt, tools, marks, opening, think_level(prompt, options))
+    source = _Source(ids, prompt, tools, marks, opening, think_level(prompt, options), grammar_of(service, ask, options))
     return [_job(service, ask, request_id, mailbox, source, choice, choice) for choice in choices]
 
 
 def _raw(service, ask, request_id, mailbox, ids, i):
     check_length(service, ids, ask.field)
-    return [_job(service, ask, request_id, mailbox, _Source(ids), choice, i * ask.n + choice) for choice in range(ask.n)]
+    source = _Source(ids, grammar=grammar_of(service, ask))
+    return [_job(service, ask, request_id, mailbox, source, choice, i * ask.n + choice) for choice in range(ask.n)]
+
+
+def grammar_of(service, ask, options=None):
+    """What the answer must follow: the :class:`Grammar`, or None where it is free. ApiError 400 for what cannot be enforced.
+    options: of the rendering, None for raw text."""
+    conversation, choice = service.conversation, ask.choice
+    name = ask.form_field
+    try:
+        if ask.form is not None:
+            form = {"type": "json_object"} if ask.form == "json_object" else {"type": "json_schema", "schema": ask.form}
+            return grammar.for_format(conversation, form, raw=options is None, options=options)
+        if options is None:
+            return None
+        name = "tools"
+        wanted = choice.mode
+        if choice.names is not None:
+            wanted = {"type": "allowed_tools", "mode": wanted, "tools": [{"name": tool} for tool in choice.names]}
+        return grammar.for_calls(conversation, ask.tools, wanted, ask.parallel, options)
+    except grammar.GrammarError as error:
+        raise bad_request(str(error), name) from None
 
 
 LEVELS = {"high": "high", "xhigh": "high", "max": "max"}
@@ -178,6 +188,7 @@ def _job(service, ask, request_id, mailbox, source, choice, index):
         context=service.context, prompt=source.prompt, tools=source.tools, stop_strings=ask.stops,
         eos=eos_policy(service.ignore_eos or ask.ignore_eos, service.ignore_eos_in_reasoning),
         stream=ask.stream, choice=choice, vocabulary=service.vocabulary, single=not ask.parallel,
+        grammar=source.grammar, thinking_budget=ask.thinking_budget,
     )  # fmt: skip
     prompt = source.prompt
     needs = Needs(

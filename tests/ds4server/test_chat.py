@@ -155,7 +155,11 @@ def test_tools_are_rendered_and_history_is_accepted(api):
         ({"n": 17}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "["}}}},
+         "response_format"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"functions": []}, "functions"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ],
@@ -347,3 +351,43 @@ def test_several_choices(api):
     choices = [c["choices"][0] for c in raw if c["choices"]]
     assert ["".join(c["delta"].get("content") or "" for c in choices if c["index"] == i) for i in range(3)] == texts
     assert [c["finish_reason"] for c in choices].count("length") == 3 and raw[-1]["usage"]["completion_tokens"] == 36
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 3]}},
+           "required": ["city", "days"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_are_valid_whatever_the_model_is(api, choice, streamed):
+    tools = [{"type": "function", "function": {"name": name, "parameters": WEATHER}} for name in ("weather", "tide")]
+    fields = {"tools": tools, "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False, "ignore_eos": False}
+    if streamed:
+        raw, _ = stream(api, **fields)
+        deltas = [call for c in raw for call in c["choices"][0]["delta"].get("tool_calls", [])]
+        name, text = deltas[0]["function"]["name"], "".join(call["function"]["arguments"] for call in deltas)
+        assert raw[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    else:
+        answer = chat(api, **fields).json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        name, text = call["function"]["name"], call["function"]["arguments"]
+        assert answer["finish_reason"] == "tool_calls"
+    arguments = json.loads(text)
+    assert set(arguments) == {"city", "days"} and len(arguments["city"]) <= 8 and arguments["days"] in (1, 3)
+    assert name in ({"weather", "tide"} if choice == "required" else {"weather"})
+
+
+def test_the_form_of_the_text_is_enforced(api):
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    answer = chat(api, response_format=form, max_tokens=400, think=False, ignore_eos=False).json()["choices"][0]
+    assert answer["finish_reason"] == "stop" and json.loads(answer["message"]["content"])["days"] in (1, 3)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    refused = chat(api, response_format=form, tools=tools, tool_choice="required")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_budget_closes_the_reasoning(api, budget):
+    answer = chat(api, thinking_budget=budget, max_tokens=40, temperature=1).json()
+    assert budget <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + 2
+    assert answer["choices"][0]["message"]["content"]
