@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ds4ref.chat import ChatError, Options, constraints, grammars, lark
+from ds4ref.chat import ChatError, Options, constraints, grammars, lark, reasoning_tags
 
 MISSING = "constrained output needs the package llguidance, which is not installed; install it with pip install 'ds4[grammar]'"
 MAX_BYTES = 1 << 20
@@ -149,7 +149,7 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
         return None
     compiled = compiler(conversation)
     calls = conversation.chat.calls(options or Options())
-    free = _free(conversation, calls)
+    free = _free(conversation)
 
     def text(after_reasoning):
         writer = lark.Writer(_markers(conversation))
@@ -240,9 +240,10 @@ def _markers(conversation):
     return {text: specials[text] for text in conversation.chat.protocol.MARKERS if text in specials}
 
 
-def _free(conversation, calls):
-    """The special tokens that free text may hold: none that ends the answer or begins a call."""
+def _free(conversation):
+    """The special tokens that free text may hold: none that ends the answer or belongs to calls."""
     tokenizer = conversation.tokenizer
-    opening = [i for text, i in tokenizer.specials.items() if text in calls.opening]
-    blank = [i for text, i in tokenizer.specials.items() if text.isspace()]
-    return sorted(set(tokenizer.specials.values()) - {*opening, *blank} - conversation.end_ids)
+    tags = {tag for tags in reasoning_tags(conversation.chat.protocol) for tag in tags}
+    calls = {i for text, i in _markers(conversation).items() if text not in tags}
+    blank = {i for text, i in tokenizer.specials.items() if text.isspace()}
+    return sorted(set(tokenizer.specials.values()) - calls - blank - conversation.end_ids)

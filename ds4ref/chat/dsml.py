@@ -77,7 +77,8 @@ def _call(writer: Writer, function: grammars.Function) -> str:
     def others(names: Sequence[str], spec: Any, root: Any) -> str:
         return f"{writer.literal(head)} {grammars.other_name(writer, names)} {value(spec, root)}"
 
-    arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name)
+    arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name,
+                               empty=NEWLINE)
     opening = writer.literal(f'<{DSML}invoke name="{attribute(function.name)}">\n')
     return " ".join(filter(None, (opening, arguments, writer.literal(f"</{DSML}invoke>"))))
 
@@ -90,7 +91,7 @@ def attribute(text: str) -> str:
 
 
 TRUE, FALSE, NEWLINE = '" string="true">', '" string="false">', "\n"
-CALLS = grammars.Calls(f"<{DSML}tool_calls>", _call, ("\n", "\n", f"\n</{DSML}tool_calls>"),
+CALLS = grammars.Calls(f"<{DSML}tool_calls>", _call, ("\n", "\n", f"</{DSML}tool_calls>"),
                        spelled=f"<({DSML}|DSML｜)?(tool_calls|invoke)")
 
 

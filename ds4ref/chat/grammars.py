@@ -26,6 +26,7 @@ _WHITE = r"[ \t\r\n]*"
 _NUMBER = r"[+\-]?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 _READ = {"null": "null|None", "boolean": "true|True|false|False", "integer": _NUMBER, "number": _NUMBER}
 """What bare text is read as, by type, where a string may stand too (`xmlcalls.json_value`)."""
+_ID = "/[A-Za-z0-9_\\-]{1,64}/"
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 
 
@@ -42,9 +43,10 @@ class Calls:
     """How a family writes calls.
 
     opening: the marker that begins a call, or the block of all calls. call: (writer, function) → the expression of a call,
-    behind `opening` unless there is a block. block: (behind `opening`, between calls, at the end) of a block; None: calls stand
-    alone, with or without newlines between them. turn: the marker in front of each message but the first, where an answer is
-    several; text: the markers around visible text. spelled: what free text must not hold, as a regular expression.
+    behind `opening` unless there is a block. block: (behind `opening`, behind each call, at the end) of a block; None:
+    calls stand alone, with or without newlines between them. turn: the marker in front of each message but the first, where
+    an answer is several; text: the markers around visible text. spelled: what free text must not hold, as a regular
+    expression.
     """
 
     opening: str
@@ -83,8 +85,8 @@ def forced(writer: Writer, calls: Calls, tools: Sequence[Function], parallel: bo
 
 
 def _in_block(writer: Writer, calls: Calls, call: str, parallel: bool) -> str:
-    first, between, last = map(writer.literal, calls.block)
-    return _sequence(first, call, f"({between} {call})*" if parallel else "", last)
+    first, behind, last = map(writer.literal, calls.block)
+    return _sequence(first, f"({call} {behind})+" if parallel else f"{call} {behind}", last)
 
 
 def guarded(writer: Writer, calls: Calls, tools: Sequence[Function], parallel: bool, after_reasoning: bool,
@@ -148,18 +150,34 @@ def arguments(function: Function) -> str:
 
 
 def json_call(opening: str, closing: str, key: str = "arguments", separators: tuple[str, str] = (", ", ": "),
-              named: str = "") -> Callable[[Writer, Function], str]:
+              named: str = "", ids: bool = False, ordered: bool = False) -> Callable[[Writer, Function], str]:
     """The `Calls.call` of a family whose calls are JSON objects between markers. key: of the arguments. named: what follows
-    the tool's name in front of the object, where it stands there too."""
+    the tool's name in front of the object, where it stands there too. ids: whether the object may hold an id. ordered:
+    whether the family sorts the keys of arguments."""
     comma, colon = separators
 
     def call(writer: Writer, function: Function) -> str:
         name = jsontext.dumps(function.name)
         head = f'{opening}{{"name"{colon}{name}{comma}"{key}"{colon}'
         front = writer.literal(function.name + named) if named else ""
-        return _sequence(front, writer.literal(head), arguments(function), writer.literal("}" + closing))
+        before, behind = quoted(f'{comma}"id"{colon}"'), quoted('"')
+        identity = f"({before} {writer.terminal(_ID)} {behind})?" if ids else ""
+        spec = Function(function.name, _ordered(function.parameters)) if ordered else function
+        return _sequence(front, writer.literal(head), arguments(spec), identity, writer.literal("}" + closing))
 
     return call
+
+
+def _ordered(spec: Any) -> Any:
+    """A schema with its properties sorted by name, everywhere in it."""
+    if isinstance(spec, (list, tuple)):
+        return [_ordered(item) for item in spec]
+    if not isinstance(spec, Mapping):
+        return spec
+    out = {key: _ordered(value) for key, value in spec.items()}
+    if isinstance(out.get("properties"), Mapping):
+        out["properties"] = dict(sorted(out["properties"].items()))
+    return out
 
 
 # --- arguments as bare text -----------------------------------------------------------------------------------------
@@ -197,12 +215,16 @@ def bare_call(before: str, after: str, key: tuple[str, str], bare: Bare, between
     return call
 
 
-def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, writable: Callable[[str], bool]) -> str:
+def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, writable: Callable[[str], bool],
+          empty: str = "") -> str:
     """The expression of a function's arguments, one after the other. pair: (name, schema, root) → one argument; others:
-    (names, schema, root) → one argument of another name; writable: whether a name can be written."""
+    (names, schema, root) → one argument of another name; writable: whether a name can be written. empty: what may stand
+    where there are none."""
+    empty = f"{quoted(empty)}?" if empty else ""
     root = function.parameters
     if root is None:
-        return f"({writer.rule(others((), {}, {}))})*"
+        several = f"({writer.rule(others((), {}, {}))})*"
+        return f"({several} | {empty})" if empty else several
     found = []
     for case in constraints.cases(root, root):
         if "object" not in case["type"]:
@@ -225,7 +247,8 @@ def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, 
             parts.append(one if needed else f"{one}?")
         if spec["additional"] is not None:
             parts.append(f"({writer.rule(others(list(properties), spec['additional'], root))})*")
-        found.append(" ".join(parts) or '""')
+        found.append(" ".join(parts) or empty or '""')
+        found += [empty] if parts and empty and not spec["required"] else []
     if not found:
         raise ChatError(f"the parameters of {function.name!r} must be a schema of objects")
     return choice(found)

@@ -49,8 +49,8 @@ END_MESSAGE, END = "<|end_message|>", "<|content_model_end_sampling|>"
 STOPS = (END,)
 MARKERS = (MODEL, USER, SYSTEM, TOOL, TEXT, THINKING, CALL_JSON, CALL_TEXT, END_MESSAGE)
 REASONING = (THINKING, END_MESSAGE)
-CALLS = grammars.Calls(CALL_JSON, grammars.json_call("", END_MESSAGE, "args", (",", ":"), named=CALL_JSON), turn=MODEL,
-                       text=(TEXT, END_MESSAGE))
+CALLS = grammars.Calls(CALL_JSON, grammars.json_call("", END_MESSAGE, "args", (",", ":"), named=CALL_JSON, ordered=True),
+                       turn=MODEL, text=(TEXT, END_MESSAGE))
 
 _LITERALS = frozenset({XML, "<|content_image|>", "<|content_audio_input|>", "<|content_tool_error|>", "<|audio|>",
                        "<|audio_end|>", "<|begin_of_text|>", "<|endoftext|>", *STOPS, *MARKERS})

@@ -51,7 +51,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "<|ifm|endoftext|>")
 MARKERS = FORMAT.markers
-_BLOCK = ("\n", "\n", f"\n{TAGS.block_end}")
+_BLOCK = ("\n", "\n", TAGS.block_end)
 _CALLS = {
     "xml": argkeys.call(TAGS, f"{TAGS.call[0]}{{name}}\n", "\n", "\n", ""),
     "json": grammars.json_call(*TAGS.call),
@@ -116,7 +116,8 @@ def calls(options: Options) -> grammars.Calls:
     """How calls are written: as XML or JSON, as the request asks; the types of typed XML are left out, since the parser knows
     them."""
     form = turns.choice(options.template_kwargs, "tool_call_format", tuple(_FORMATS), "xml")
-    return grammars.Calls("<ifm|tool_calls>", _CALLS["json" if form == "json" else "xml"], _BLOCK)
+    return grammars.Calls("<ifm|tool_calls>", _CALLS["json" if form == "json" else "xml"], _BLOCK,
+                          spelled=r"<ifm\|tool_calls?>")
 
 
 def refuse_template(template: str) -> str | None:

@@ -34,7 +34,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, EOS)
 MARKERS = FORMAT.markers
-CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>"))
+CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>", ids=True))
 
 _LITERALS = frozenset({BOS, START, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_response>",
                        "</tool_response>", *STOPS, *MARKERS})
