@@ -13,6 +13,7 @@ from ds4ref.conversation import Conversation
 from .api import errors, status
 from .api.anthropic import CountTokens, Messages
 from .api.chat import ChatCompletions
+from .api.responses import InputTokens, Responses
 from .engine import Engine
 from .metrics import Durations
 from .plan import Plan
@@ -113,6 +114,8 @@ def application(service, cors=False, api_key=None):
     app.add_route("/metrics", status.Metrics(service))
     app.add_route("/health", status.Health(service))
     app.add_route("/v1/chat/completions", ChatCompletions(service))
+    app.add_route("/v1/responses", Responses(service))
+    app.add_route("/v1/responses/input_tokens", InputTokens(service))
     app.add_route("/v1/messages", Messages(service))
     app.add_route("/v1/messages/count_tokens", CountTokens(service))
     return app
