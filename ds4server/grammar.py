@@ -144,7 +144,7 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
     tools = list(tools or ())
     mode, names = _chosen(choice, tools)
     allowed = [tool for tool in tools if tool["function"]["name"] in names]
-    strict = any(tool["function"].get("strict") is True for tool in allowed)
+    strict = any(_strict(tool["function"]) for tool in allowed)
     if mode == "none" or (mode == "auto" and not strict and len(allowed) == len(tools)):
         return None
     compiled = compiler(conversation)
@@ -155,16 +155,18 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
         writer = lark.Writer(_markers(conversation))
         if mode == "required":
             return writer.text(grammars.forced(writer, calls, grammars.functions(allowed), parallel, after_reasoning))
-        functions = grammars.functions(allowed, constrained=lambda function: function.get("strict") is True)
+        functions = grammars.functions(allowed, constrained=_strict)
         return writer.text(grammars.guarded(writer, calls, functions, parallel, after_reasoning, free))
 
     return _compiled(compiled, calls, text)
 
 
-def for_format(conversation, response_format, raw=False, options=None):
+def for_format(conversation, response_format, raw=False, options=None, tools=None, parallel=True):
     """The grammar of visible text in a ``response_format`` as Chat Completions spells it: ``{"type": "json_object"}``,
     ``{"type": "json_schema", "json_schema": {"schema": …}}`` (or the schema beside ``type``, as Responses and Messages have
-    it); None for text. raw: for an answer without a chat protocol. GrammarError names what is wrong."""
+    it); None for text. raw: for an answer without a chat protocol. With tools (those of the prompt, none of them required) an
+    answer may be calls instead, of which those of ``strict`` tools are held to their schemas. GrammarError names what is wrong.
+    """
     schema = schema_of(response_format)
     if schema is None:
         return None
@@ -176,9 +178,17 @@ def for_format(conversation, response_format, raw=False, options=None):
 
     def text(after_reasoning):
         writer = lark.Writer(_markers(conversation))
-        return writer.text(grammars.visible(writer, calls, body, after_reasoning))
+        start = grammars.visible(writer, calls, body, after_reasoning)
+        if tools:
+            functions = grammars.functions(tools, constrained=_strict)
+            start = f"({start} | {grammars.forced(writer, calls, functions, parallel, after_reasoning)})"
+        return writer.text(start)
 
     return _compiled(compiled, calls, text)
+
+
+def _strict(function):
+    return function.get("strict") is True
 
 
 def schema_of(response_format):

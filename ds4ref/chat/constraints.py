@@ -185,7 +185,7 @@ def object_case(case: Mapping) -> dict[str, Any]:
     for key in ("patternProperties", "propertyNames", "dependentRequired", "unevaluatedProperties"):
         if key in case and not (key == "unevaluatedProperties" and case[key] in (True, False)):
             raise ChatError(f"{key!r} in the parameters of a tool cannot be enforced")
-    further = case.get("additionalProperties", not properties)
+    further = case.get("additionalProperties", "properties" not in case)
     additional = None if further is False else {} if further is True else further
     if case.get("minProperties", 0) > len(required):
         raise ChatError("'minProperties' beyond the required ones cannot be enforced in the parameters of a tool")

@@ -144,7 +144,7 @@ def arguments(function: Function) -> str:
     kinds = spec.get("type", "object")
     if kinds != "object" and "object" not in kinds:
         raise ChatError(f"the parameters of {function.name!r} must be a schema of objects, not of {kinds}")
-    if spec.get("properties") and not {"additionalProperties", "anyOf", "oneOf", "allOf", "$ref"} & spec.keys():
+    if "properties" in spec and not {"additionalProperties", "anyOf", "oneOf", "allOf", "$ref"} & spec.keys():
         spec["additionalProperties"] = False
     return json_rule({**spec, "type": "object", "x-guidance": _COMPACT})
 

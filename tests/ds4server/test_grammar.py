@@ -1,0 +1,344 @@
+"""Constrained sampling: what a model that knows nothing writes under a grammar is what the request asked for.
+
+The oracles are the families' own parsers and renderings, and `jsonschema`.
+"""
+
+import json
+import sys
+import time
+
+import jsonschema
+import pytest
+
+from ds4ref import chat
+from ds4ref.chat import Block, Options
+from ds4ref.families import FAMILIES
+from ds4ref.stop import Finish
+from ds4server import grammar
+from ds4server.grammar import GrammarError, for_calls, for_format
+
+from .guided import GREEDY, begin, conversation, noise, random_tool, tape, tool
+
+PROTOCOLS = {chat.PROTOCOLS[family]: family for family in sorted(FAMILIES)}
+BY_FAMILY = pytest.mark.parametrize("family", PROTOCOLS.values(), ids=PROTOCOLS.keys())
+SYNTAXES = ("deepseek4", "dots", "glm", "inkling", "k2", "mimo", "motif", "qwen", "solar")
+ONE_OF_EACH_SYNTAX = [PROTOCOLS[name] for name in SYNTAXES]
+TIDE = {
+    "type": "object",
+    "properties": {
+        "harbour": {"type": "string"}, "n": {"type": "integer", "minimum": 0, "maximum": 30}, "flag": {"type": "boolean"},
+        "list": {"type": "array", "items": {"type": "string"}, "maxItems": 3}, "opt": {"type": ["string", "null"]},
+        "kind": {"enum": ["a", "b c", "</x>", 5]}, "next": {"$ref": "#/$defs/next"},
+    },
+    "required": ["harbour", "n", "flag"],
+    "$defs": {"next": {"type": "object", "properties": {"next": {"$ref": "#/$defs/next"}}, "additionalProperties": False}},
+}  # fmt: skip
+TOOLS = [tool("tide", TIDE), tool("any.thing"), tool("none", {"type": "object", "properties": {}})]
+SCHEMAS = {t["function"]["name"]: t["function"].get("parameters", {"type": "object"}) for t in TOOLS}
+
+
+def check(answer, schemas=SCHEMAS):
+    for call in answer.calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    return len(answer.calls)
+
+
+# ---------------------------------------------------------------- forced calls
+
+
+@BY_FAMILY
+def test_a_required_call_comes_whatever_the_model_says(family):
+    talk, finished = conversation(family), 0
+    for parallel in (True, False):
+        required = for_calls(talk, TOOLS, "required", parallel)
+        for seed in range(4):
+            _, generation = begin(talk, TOOLS, grammar=required, thinking_budget=9, stream=seed % 2 == 0, single=not parallel,
+                                  thinking=seed % 3 > 0)
+            answer = noise(talk, generation, seed)
+            if generation.finish == Finish.LENGTH:
+                continue
+            calls = check(answer)
+            assert generation.finish == Finish.TOOL_CALLS and generation.broken_call is None and not answer.text
+            assert calls == 1 if not parallel else calls >= 1
+            finished += 1
+    assert finished >= 6
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_SYNTAX)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 150), marks=pytest.mark.slow)])
+def test_arguments_are_valid_for_any_schema(family, seeds):
+    talk, finished = conversation(family), 0
+    for seed in seeds:
+        tools = [random_tool(seed)]
+        _, generation = begin(talk, tools, grammar=for_calls(talk, tools, "required"), thinking_budget=3, single=True)
+        answer = noise(talk, generation, seed)
+        if generation.finish != Finish.LENGTH:
+            assert check(answer, {"f": tools[0]["function"]["parameters"]}) == 1, generation.broken_call
+            finished += 1
+    assert finished > len(seeds) / 2
+
+
+@BY_FAMILY
+def test_a_named_tool_is_the_one(family):
+    talk = conversation(family)
+    named = for_calls(talk, TOOLS, {"type": "function", "function": {"name": "none"}}, parallel=False)
+    _, generation = begin(talk, TOOLS, grammar=named, thinking_budget=0)
+    answer = noise(talk, generation, 1)
+    assert [call.name for call in answer.calls] == ["none"] and generation.finish == Finish.TOOL_CALLS
+
+
+ARGUMENTS = {"harbour": 'Husum "x"\n<b>', "n": 3, "flag": True, "list": ["a", "b"], "opt": None, "kind": "b c", "next": {}}
+
+
+def calls_of(batch):
+    return [{"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(batch)]  # fmt: skip
+
+
+@BY_FAMILY
+@pytest.mark.parametrize("batch", [[("tide", ARGUMENTS)], [("tide", ARGUMENTS), ("none", {})], [("none", {})]])
+def test_calls_as_the_template_renders_them_are_admitted(family, batch):
+    """A model that follows its training is never pushed off it."""
+    talk = conversation(family)
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking=False, thinking_budget=0)
+    answer = tape(talk, generation, rendered_call(talk, batch))
+    assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == batch
+    assert generation.finish == Finish.TOOL_CALLS
+
+
+def rendered_call(talk, batch):
+    """Token ids of the calls in a rendered history, up to where their turn ends."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls_of(batch)}]
+    prompt = talk.render(messages, TOOLS, Options(thinking=False, template_kwargs={"add_generation_prompt": False}))
+    form = talk.chat.calls(Options())
+    at = prompt.text.rindex(batch[0][0], 0, prompt.text.rindex(form.opening)) if form.turn else -1
+    if not form.turn:
+        at = [i for i in range(len(prompt.text)) if prompt.text.startswith(form.opening, i)][-1 if form.block else -len(batch)]
+    if form.turn and len(batch) > 1:
+        at = prompt.text.rindex(form.turn + batch[0][0]) + len(form.turn)
+    plain = [(a - at, b - at) for a, b in prompt.plain if a >= at]
+    ids = talk.tokenizer.encode(prompt.text[at:], plain=plain)
+    return ids[: next((i for i, token in enumerate(ids) if token in talk.end_ids), len(ids))]
+
+
+# ---------------------------------------------------------------- calls that are free to come
+
+STRICT = [
+    tool("tide", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False},
+         strict=True),
+    tool("loose", {"type": "object", "properties": {"q": {"type": "integer"}}, "required": ["q"]}),
+]  # fmt: skip
+
+
+@BY_FAMILY
+def test_an_answer_with_strict_tools_is_free_but_its_calls_are_not(family):
+    talk = conversation(family)
+    strict = for_calls(talk, STRICT, "auto")
+    only = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "tide"}]}}
+    only = for_calls(talk, STRICT, only)
+    form = talk.chat.calls(Options())
+    said = form.text[0] + "Well." + form.text[1] + form.turn if form.turn else "Well.\n\n"
+    begun = talk.tokenizer.encode(said + ("" if form.turn else form.opening))
+    seen = set()
+    for seed in range(3):
+        for allowed in (strict, only):
+            _, generation = begin(talk, STRICT, grammar=allowed, thinking=False, thinking_budget=0, budget=250)
+            answer = noise(talk, generation, seed, begun)
+            assert generation.broken_call is None
+            names = {call.name for call in answer.calls}
+            check(answer, {"tide": STRICT[0]["function"]["parameters"], "loose": {"type": "object"}})
+            assert allowed is strict or names <= {"tide"}
+            assert answer.text.startswith("Well.")
+            seen |= names
+    assert "tide" in seen
+    _, generation = begin(talk, STRICT, grammar=strict, thinking=False, thinking_budget=0)
+    assert tape(talk, generation, talk.tokenizer.encode(said.removesuffix(form.turn).rstrip("\n"))).text == "Well."
+    assert generation.finish == Finish.STOP
+
+
+def test_what_is_free_has_no_grammar():
+    talk = conversation("qwen35")
+    assert for_calls(talk, TOOLS, "auto") is for_calls(talk, TOOLS, "none") is for_calls(talk, [], "auto") is None
+    assert for_calls(talk, STRICT, "none") is for_format(talk, {"type": "text"}) is for_format(talk, None) is None
+    everything = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": t["function"]["name"]} for t in TOOLS]}
+    assert for_calls(talk, TOOLS, everything) is None
+
+
+# ---------------------------------------------------------------- formats
+
+SCHEMA = {
+    "type": "object", "required": ["a", "b"], "additionalProperties": False,
+    "properties": {"a": {"type": "string", "maxLength": 5}, "b": {"type": "array", "items": {"type": "number"}}},
+}  # fmt: skip
+JSON_OBJECT, JSON_SCHEMA = {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@BY_FAMILY
+@pytest.mark.parametrize("form", [JSON_OBJECT, JSON_SCHEMA])
+def test_visible_text_follows_the_format_and_reasoning_is_free(family, form):
+    talk = conversation(family)
+    constrained = for_format(talk, form)
+    for seed in range(4):
+        _, generation = begin(talk, grammar=constrained, thinking=seed % 2 == 0, thinking_budget=8)
+        answer = noise(talk, generation, seed)
+        if generation.finish != Finish.LENGTH:
+            value = json.loads(answer.text)
+            assert generation.finish == Finish.STOP and isinstance(value, dict)
+            if form["type"] == "json_schema":
+                jsonschema.validate(value, SCHEMA)
+
+
+def test_raw_text_follows_the_format_too():
+    talk = conversation("glm5-next")
+    ids = talk.encode_raw("x")
+    generation = talk.generation(ids, GREEDY, budget=400, context=4000, grammar=for_format(talk, JSON_OBJECT, raw=True))
+    assert isinstance(json.loads(noise(talk, generation, 3).text), dict) and generation.finish == Finish.STOP
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_SYNTAX)
+def test_with_tools_a_format_leaves_calls_open(family):
+    talk = conversation(family)
+    either = for_format(talk, JSON_OBJECT, tools=TOOLS)
+    _, generation = begin(talk, TOOLS, grammar=either, thinking=False, thinking_budget=0)
+    assert tape(talk, generation, rendered_call(talk, [("none", {})])).calls[0].name == "none"
+    form = talk.chat.calls(Options())
+    _, generation = begin(talk, TOOLS, grammar=either, thinking=False, thinking_budget=0)
+    assert tape(talk, generation, talk.tokenizer.encode(form.text[0] + '{"a": 1}' + form.text[1])).text == '{"a": 1}'
+
+
+# ---------------------------------------------------------------- ends and budgets
+
+
+def test_the_end_token_is_allowed_only_where_the_grammar_may_stop():
+    talk = conversation("qwen35")
+    guide = for_format(talk, JSON_OBJECT).begin()
+    for token in talk.tokenizer.encode('{"a": [1]'):
+        assert guide.banned()[list(talk.end_ids)].all() and not guide.banned()[token] and not guide.complete
+        guide.accept(token)
+    (last,) = talk.tokenizer.encode("}")
+    guide.accept(last)
+    assert guide.complete
+
+
+def test_a_complete_grammar_ends_the_answer_even_where_end_tokens_are_ignored():
+    talk = conversation("qwen35")
+    _, generation = begin(talk, grammar=for_format(talk, JSON_OBJECT), thinking=False, eos="global")
+    noise(talk, generation, 1)
+    assert generation.finish == Finish.STOP
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required", False), thinking=False, eos="global")
+    assert noise(talk, generation, 1).calls and generation.finish == Finish.TOOL_CALLS
+
+
+def test_a_budget_that_ends_inside_a_forced_call_is_reported_as_length():
+    talk, tokens = conversation("qwen35"), rendered_call(conversation("qwen35"), [("none", {}), ("tide", ARGUMENTS)])
+    for stream in (True, False):
+        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking=False, budget=len(tokens) - 9,
+                              stream=stream)
+        answer = tape(talk, generation, tokens)
+        assert generation.finish == Finish.LENGTH and generation.broken_call is None
+        assert [call.name for call in answer.calls] == ["none"]
+        assert ("<function=tide>" in answer.text) is not stream
+
+
+def test_choices_share_a_grammar_and_not_their_places_in_it():
+    talk = conversation("qwen35")
+    shared = for_format(talk, JSON_OBJECT)
+    first, second = (begin(talk, grammar=shared, thinking=False)[1] for _ in range(2))
+    tape(talk, first, talk.tokenizer.encode('{"a": 1}'))
+    assert tape(talk, second, talk.tokenizer.encode("{}")).text == "{}"
+
+
+# ---------------------------------------------------------------- exact replay
+
+
+@BY_FAMILY
+def test_a_sampled_block_is_rendered_again_byte_for_byte(family):
+    """Calls that no template would write in just this way come back as they were sampled."""
+    talk = conversation(family)
+    for seed in range(3):
+        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking_budget=2, stream=True)
+        answer = noise(talk, generation, seed)
+        if generation.finish == Finish.LENGTH:
+            continue
+        ((text, first, count),) = generation.blocks
+        assert first == 0 and count == len(answer.calls)
+        whole = generation.prompt + generation.generated
+        assert b"".join(map(talk.tokenizer.token_bytes, whole)).endswith(text.encode())
+        calls = calls_of([(call.name, call.arguments) for call in answer.calls])
+        block = Block(text, tuple(call["id"] for call in calls))
+        history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        history += [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
+        again = talk.render(history, TOOLS, blocks=dict.fromkeys(block.ids, block))
+        assert text in again.text
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_without_the_package_the_client_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(grammar, "_compilers", {})
+    with pytest.raises(GrammarError, match=r"pip install 'ds4\[grammar\]'"):
+        for_format(conversation("qwen35"), JSON_OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("any", "tool_choice must be none, auto, required, a function or allowed_tools, got any"),
+        ({"type": "function", "function": {"name": "wave"}}, "tool_choice names 'wave', which is none of the tools"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "must have a mode"),
+    ],
+)
+def test_choices_that_are_none(choice, message):
+    with pytest.raises(GrammarError, match=message):
+        for_calls(conversation("qwen35"), TOOLS, choice)
+
+
+def test_a_required_call_without_tools_is_refused():
+    with pytest.raises(GrammarError, match="there are no tools"):
+        for_calls(conversation("qwen35"), [], "required")
+
+
+@pytest.mark.parametrize("family", ["qwen35", "motif3", "deepseek4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"not": {"type": "string"}}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"$ref": "https://example.com/a"}}, "required": ["a"]},
+        {"type": "string"},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    ],
+)
+def test_schemas_that_cannot_be_enforced_are_refused_in_one_sentence(family, schema):
+    with pytest.raises(GrammarError) as found:
+        for_calls(conversation(family), [tool("f", schema)], "required")
+    assert "\n" not in str(found.value) and len(str(found.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "yaml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"if": {}}}},
+        {"type": "json_schema", "schema": {"type": "thing"}}, {"type": "json_schema", "schema": {"pattern": "("}},
+        "json_object",
+    ],
+)  # fmt: skip
+def test_formats_that_are_none(form):
+    with pytest.raises(GrammarError):
+        for_format(conversation("qwen35"), form)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def test_masks_are_fast():
+    """A mask of the small vocabulary, most of which is the fixed cost of a call, takes far less than a token."""
+    guide = for_calls(conversation("qwen35"), TOOLS, "required").begin()
+    guide.banned()
+    start = time.perf_counter()
+    for _ in range(200):
+        guide.banned()
+    assert (time.perf_counter() - start) / 200 < 2e-3
