@@ -13,7 +13,9 @@ from ds4ref.conversation import Conversation
 from .api import errors, status
 from .api.anthropic import CountTokens, Messages
 from .api.chat import ChatCompletions
+from .api.completions import Completions
 from .api.responses import InputTokens, Responses
+from .api.tokens import Detokenize, Tokenize
 from .engine import Engine
 from .metrics import Durations
 from .plan import Plan
@@ -45,6 +47,10 @@ class Service:
     """() → open connections."""
     durations: Durations = field(default_factory=Durations)
     disconnect_abort: bool = True
+    strict_model: bool = False
+    """Whether a request for another model is refused."""
+    catalog: list | None = None
+    """What ``GET /v1/models`` lists beside the model, for clients that read their catalogue there."""
     tools: ToolMemory = field(default_factory=ToolMemory)
     version: str = field(default_factory=lambda: version("ds4"))
     started: float = field(default_factory=time.monotonic)
@@ -116,6 +122,10 @@ def application(service, cors=False, api_key=None):
     app.add_route("/v1/chat/completions", ChatCompletions(service))
     app.add_route("/v1/responses", Responses(service))
     app.add_route("/v1/responses/input_tokens", InputTokens(service))
+    app.add_route("/v1/completions", Completions(service))
     app.add_route("/v1/messages", Messages(service))
     app.add_route("/v1/messages/count_tokens", CountTokens(service))
+    for prefix in ("", "/v1"):
+        app.add_route(f"{prefix}/tokenize", Tokenize(service))
+        app.add_route(f"{prefix}/detokenize", Detokenize(service))
     return app

@@ -27,8 +27,8 @@ PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
 
 UNAVAILABLE = {
-    "mtp_margin": "--mtp-margin", "strict_model": "--strict-model", "model_catalog": "--model-catalog", "quality": "--quality",
-}  # fmt: skip
+    "mtp_margin": "--mtp-margin", "quality": "--quality",
+}
 """Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
 
 UNREAD = {
@@ -239,9 +239,27 @@ def _open(request, found, plan, path, toy, trace):
         ignore_eos=request.eos_policy == "global",
         ignore_eos_in_reasoning=request.eos_policy == "reasoning",
         disconnect_abort=request.disconnect_abort,
+        strict_model=request.strict_model,
+        catalog=_catalog(request.model_catalog),
         tools=assembly.tool_memory(request, keeper.store, conversation),
     )
     return service, facts
+
+
+def _catalog(path):
+    """The ``models`` array of a JSON file, or None where no file is named."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--model-catalog {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"--model-catalog {path}: the file is not JSON in UTF-8") from None
+    models = found.get("models") if isinstance(found, dict) else None
+    if not isinstance(models, list):
+        raise UsageError(f"--model-catalog {path}: the file must hold an object whose models is an array")
+    return models
 
 
 def _unbounded(bound):

@@ -165,6 +165,11 @@ def _worded(wire, job, event):
             return wire.failed(event)
 
 
+def sampled(job, step):
+    """The ids that a step adds to a choice: none for the end token that finished it."""
+    return [] if step.token is None or job.generation.policy.is_end(step.token) else [step.token]
+
+
 @dataclass(frozen=True)
 class Usage:
     """Token counts of a request. What was computed stays in the bank, so the rest of the prompt counts as newly kept."""

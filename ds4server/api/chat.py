@@ -102,7 +102,7 @@ class ChatWire:
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = bool(request.logprobs)
         self._token_ids = bool(request.return_token_ids)
-        self._timings = {}
+        self._timings, self._running = {}, len(found.jobs)
         self._envelope = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -141,9 +141,9 @@ class ChatWire:
         frames = [frame for frame in frames if frame is not None]
         if self._logprobs and step.logprobs and frames:
             frames[-1]["choices"][0]["logprobs"] = self._logprob_list(step.logprobs)
-        if self._token_ids and step.token is not None:
+        if self._token_ids and (ids := answers.sampled(job, step)):
             frames = frames or [self._chunks.chunk(job.index, {})]
-            frames[-1]["choices"][0]["token_ids"] = [step.token]
+            frames[-1]["choices"][0]["token_ids"] = ids
         yield from (sse.data(frame) for frame in frames)
 
     def end(self, job, timings):
@@ -152,8 +152,8 @@ class ChatWire:
         finish = self._chunks.chunk(job.index, {}, FINISH[job.generation.finish])
         if self._token_ids:
             finish["choices"][0]["prompt_token_ids"] = job.generation.prompt
-        last = all(other.generation.finish is not None for other in self._answers.jobs)
-        yield sse.data(finish | ({"timings": self._timings} if last and not self._include_usage else {}))
+        self._running -= 1
+        yield sse.data(finish | ({} if self._running or self._include_usage else {"timings": self._timings}))
 
     def close(self):
         if self._include_usage:

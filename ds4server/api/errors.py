@@ -22,6 +22,11 @@ def bad_request(message, param=None, code=None, **extra):
     return ApiError(400, message, param, code, **extra)
 
 
+def unknown_model(service, name):
+    known = ", ".join(sorted(service.names))
+    return ApiError(404, f"model {repr(name)[:80]} is not served here (known: {known})", "model", "model_not_found")
+
+
 @contextmanager
 def admission():
     """What the engine refuses inside, as the answer that the client gets."""

@@ -19,12 +19,12 @@ SAMPLING = (
 )  # fmt: skip
 
 
-def _whole(value):
+def whole(value):
     """An integer field takes 16.0 but not 16.5."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(whole)]
 Budget = Annotated[Whole, Field(ge=0)]
 
 
@@ -63,7 +63,7 @@ class Common(Fields):
         """The reasoning budget in tokens, or None: ``thinking_budget`` or ``thinking.budget_tokens``."""
         if self.thinking_budget is not None or not isinstance(self.thinking, dict):
             return self.thinking_budget
-        found = _whole(self.thinking.get("budget_tokens"))
+        found = whole(self.thinking.get("budget_tokens"))
         if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
             path = "thinking.budget_tokens"
             raise bad_request(f"{path} must be an integer of at least 0, got {shown(found)}", path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import host, metrics
 from ..lanes import REASONS
-from .errors import ApiError
+from .errors import unknown_model
 
 SUPPORTED = ["tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "stream",
              "reasoning_effort", "logprobs"]  # fmt: skip
@@ -29,14 +29,16 @@ class Models(_Get):
     def on_get(self, req, resp):
         service = self._service
         card = model_card(service, service.model_id)
-        resp.media = {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        catalog = {} if service.catalog is None else {"models": service.catalog}
+        resp.media = {
+            "object": "list", "data": [card], **catalog, "has_more": False, "first_id": card["id"], "last_id": card["id"],
+        }  # fmt: skip
 
 
 class Model(_Get):
     def on_get(self, req, resp, name):
         if name not in self._service.names:
-            known = ", ".join(sorted(self._service.names))
-            raise ApiError(404, f"model {name!r} is not served here (known: {known})", "model", "model_not_found")
+            raise unknown_model(self._service, name)
         resp.media = model_card(self._service, name)
 
 
