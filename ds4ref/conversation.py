@@ -54,8 +54,9 @@ class Conversation:
             raise chat.ChatError("messages must be an array of messages", "messages")
         return self.render(request["messages"], request.get("tools") or None, self.options_of(request, context, alias))
 
-    def marks(self, messages, tools, options, ids):
-        """Positions of the prompt ``ids`` up to which the next turn's prompt is expected to repeat it, rising.
+    def marks(self, messages, tools, options, ids, blocks=None):
+        """Positions of the prompt ``ids`` up to which the next turn's prompt is expected to repeat it, rising. blocks: what the
+        prompt was rendered with.
 
         Templates drop parts of a turn from history: the reasoning, an empty reasoning block, the tag that opened it. Where
         they do, the next prompt departs before this one's end, and a state kept at that point serves it. The points are
@@ -71,15 +72,16 @@ class Conversation:
         marks = set()
         for turn in turns:
             try:
-                following = self.encode(self.render([*messages, *turn], tools, options))
+                following = self.encode(self.render([*messages, *turn], tools, options, blocks))
             except chat.ChatError:
                 continue  # a template that refuses this turn says nothing about the next one
             marks.add(next((n for n, (a, b) in enumerate(zip(ids, following, strict=False)) if a != b), len(ids)))
         return tuple(sorted(mark for mark in marks if 0 < mark < len(ids)))
 
-    def opening(self, messages, tools, options, ids):
+    def opening(self, messages, tools, options, ids, blocks=None):
         """The position up to which the prompt ``ids`` is what every conversation with its instructions begins with: where the
-        text of the last user message before the first answer begins. None where there is no such message.
+        text of the last user message before the first answer begins. None where there is no such message. blocks: what the
+        prompt was rendered with.
 
         It is found by rendering another text in its place.
         """
@@ -90,7 +92,7 @@ class Conversation:
         text = "-" if (messages[asked].get("content") or "").startswith(".") else "."
         others = [*messages[:asked], messages[asked] | {"content": text}, *messages[asked + 1 :]]
         try:
-            other = self.encode(self.render(others, tools, options))
+            other = self.encode(self.render(others, tools, options, blocks))
         except chat.ChatError:
             return None
         return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), None)

@@ -83,7 +83,7 @@ class CountTokens:
     def on_post(self, req, resp):
         body = {name: value for name, value in read_object(req).items() if name in SHAPING}
         ask = ask_of(self._service, body, parse(MessagesRequest, body))
-        _, ids, _ = prompt_of(self._service, ask)
+        ids = prompt_of(self._service, ask).ids
         resp.media = {"input_tokens": len(ids)}
 
 

@@ -7,9 +7,9 @@ about wire formats.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ds4ref.chat import ChatError, Prompt
+from ds4ref.chat import Block, ChatError, Options, Prompt
 from ds4ref.sampling import SamplingParams
 from ds4ref.stop import eos_policy
 
@@ -66,8 +66,17 @@ class Ask:
         return None if self.choice.mode == "none" else self.tools
 
 
+class Rendered(NamedTuple):
+    """A prompt, its token ids, and the options and call blocks that it was rendered with."""
+
+    prompt: Prompt
+    ids: list[int]
+    options: Options
+    blocks: Mapping[str, Block]
+
+
 def prompt_of(service, ask):
-    """(the rendered :class:`Prompt`, its token ids, the options it was rendered with). ApiError 400."""
+    """The :class:`Rendered` messages of a request. ApiError 400."""
     conversation = service.conversation
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
@@ -78,7 +87,7 @@ def prompt_of(service, ask):
     ids = conversation.encode(prompt)
     if not ids:
         raise bad_request(f"{ask.field} render to an empty prompt; at least one message is needed", ask.field)
-    return prompt, ids, options
+    return Rendered(prompt, ids, options, blocks)
 
 
 def check_length(service, ids, name):
@@ -136,11 +145,13 @@ class _Source:
 
 
 def _rendered(service, ask, request_id, mailbox, choices):
-    prompt, ids, options = prompt_of(service, ask)
+    prompt, ids, options, blocks = prompt_of(service, ask)
     check_length(service, ids, ask.field)
     conversation, tools = service.conversation, ask.rendered_tools
-    marks = conversation.marks(ask.messages, tools, options, ids)
-    opening = conversation.opening(ask.messages, tools, options, ids) if service.plan.effective["disk"] else None
+    marks = conversation.marks(ask.messages, tools, options, ids, blocks)
+    opening = None
+    if service.plan.effective["disk"]:
+        opening = conversation.opening(ask.messages, tools, options, ids, blocks)
     source = _Source(ids, prompt, tools, marks, opening, think_level(prompt, options), grammar_of(service, ask, options))
     return [_job(service, ask, request_id, mailbox, source, choice, choice) for choice in choices]
 

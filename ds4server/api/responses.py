@@ -108,7 +108,7 @@ class InputTokens:
 
     def on_post(self, req, resp):
         _, _, ask = read(self._service, read_object(req))
-        _, ids, _ = prompt_of(self._service, ask)
+        ids = prompt_of(self._service, ask).ids
         resp.media = {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -179,7 +179,7 @@ class ResponsesWire:
             if isinstance(event, Text):
                 entries = []
         self._finish(found.job)
-        return self._response(found.job, found.timings)
+        return self._response(found.job, found.timings, self._output.ordered())
 
     def silence(self):
         return sse.KEEP_ALIVE if self._output is None else self._event("response.in_progress", {"response": self._fixed})
@@ -197,7 +197,7 @@ class ResponsesWire:
 
     def end(self, job, timings):
         yield from self._frames(self._finish(job))
-        response = self._response(job, timings)
+        response = self._response(job, timings, self._output.items)
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def close(self):
@@ -221,11 +221,11 @@ class ResponsesWire:
         thinks = generation.tracker is None or generation.tracker.is_open
         return self._output.finish(generation.finish in CUT, thinks)
 
-    def _response(self, job, timings):
+    def _response(self, job, timings, items):
         cut = job.generation.finish in CUT
         return self._fixed | {
             "completed_at": None if cut else int(time.time()), "status": "incomplete" if cut else "completed",
-            "output": self._output.items, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": items, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": self._usage(), "timings": timings,
         }  # fmt: skip
 
