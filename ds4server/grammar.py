@@ -11,7 +11,9 @@ The texts of the call grammars are the protocols' own (``ds4ref.chat``); here th
 llguidance's: a bit per token of the vocabulary, end tokens where the grammar may stop.
 """
 
+import re
 import threading
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +23,8 @@ from ds4ref.chat import ChatError, Options, constraints, grammars, lark, reasoni
 MISSING = "constrained output needs the package llguidance, which is not installed; install it with pip install 'ds4[grammar]'"
 MAX_BYTES = 1 << 20
 """Of the text of a grammar."""
+KEPT = 16
+"""Compiled grammars that are kept: clients send the same tools and formats again and again."""
 
 
 class GrammarError(ValueError):
@@ -84,18 +88,25 @@ class Compiler:
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, min(end_ids)))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.size, eos_token=sorted(end_ids))
 
-    def matcher(self, text):
-        """A matcher at the beginning of a grammar (Lark). GrammarError if it cannot be compiled."""
+        self.matcher = lru_cache(maxsize=KEPT)(self._matcher)
+
+    def _matcher(self, text):
+        """A matcher at the beginning of a grammar (Lark), to be copied. GrammarError if it cannot be compiled."""
         if len(text) > MAX_BYTES:
             raise GrammarError(f"the schema makes a grammar of {len(text)} characters; at most {MAX_BYTES} are accepted")
         matcher = self._llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the schema cannot be enforced: {_first_line(matcher.get_error())}")
+            raise GrammarError(f"the schema cannot be enforced: {_reason(matcher.get_error())}")
         return matcher
 
 
-def _first_line(text):
-    return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
+_PLACE = re.compile(r"(at )?\d+\(\d+\): |failed to compile JSON schema: ")
+_LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+
+
+def _reason(text):
+    """The reason in an error of llguidance, without the place in a grammar that the client has not written."""
+    return " ".join(_PLACE.sub("", _LISTING.sub("", text)).split())[:300] or "the reason is not known"
 
 
 class _Vocabulary:
@@ -149,16 +160,29 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
         return None
     compiled = compiler(conversation)
     calls = conversation.chat.calls(options or Options())
+    functions = grammars.functions(allowed, constrained=_strict if mode == "auto" else lambda function: True)
     free = _free(conversation)
 
-    def text(after_reasoning):
+    def text(after_reasoning, functions=functions):
         writer = lark.Writer(_markers(conversation))
         if mode == "required":
-            return writer.text(grammars.forced(writer, calls, grammars.functions(allowed), parallel, after_reasoning))
-        functions = grammars.functions(allowed, constrained=_strict)
+            return writer.text(grammars.forced(writer, calls, functions, parallel, after_reasoning))
         return writer.text(grammars.guarded(writer, calls, functions, parallel, after_reasoning, free))
 
-    return _compiled(compiled, calls, text)
+    try:
+        return _compiled(compiled, calls, text)
+    except GrammarError as error:
+        raise _blame(compiled, functions, text) or error from None
+
+
+def _blame(compiled, functions, text):
+    """The GrammarError of the first of several functions that cannot be enforced alone, None if each can."""
+    for function in functions if len(functions) > 1 else ():
+        try:
+            compiled.matcher(text(False, [function]))
+        except (ChatError, GrammarError) as error:
+            return GrammarError(f"tool {function.name!r}: {error}")
+    return None
 
 
 def for_format(conversation, response_format, raw=False, options=None, tools=None, parallel=True):

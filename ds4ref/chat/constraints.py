@@ -52,11 +52,25 @@ def _moved(spec: Any) -> Any:
             out[key] = value
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
             out[key] = f"#/$defs/{_ROOT}{value[1:]}"
-        elif key in ("$schema", "$id", "id") and isinstance(value, str) or key == "format" and value not in FORMATS:
-            pass
-        else:
+        elif not _says_nothing(key, value):
             out[key] = _moved(value)
     return out
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Whether a keyword constrains nothing here: identifiers, formats that are annotations, conditions always met."""
+    match key:
+        case "$schema" | "$id" | "id":
+            return isinstance(value, str)
+        case "format":
+            return value not in FORMATS
+        case "propertyNames":
+            return value in (True, {}, {"type": "string"})
+        case "uniqueItems":
+            return value is False
+        case "minProperties" | "minContains":
+            return value == 0
+    return key in ("$comment", "$anchor", "x-guidance", "strict")
 
 
 def _refers(spec: Any) -> bool:
@@ -91,13 +105,19 @@ def merged(first: Any, second: Any) -> Any:
         if one is False or not isinstance(one, Mapping):
             return False
     out = dict(first)
+    properties = _properties(first, second)
+    if properties:
+        out["properties"] = properties
     for key, value in second.items():
         known = out.get(key, value)
-        if known == value or key in _ANNOTATIONS:
+        if key == "properties":
+            pass
+        elif known == value or key in _ANNOTATIONS:
             out[key] = value
-        elif key == "properties":
-            out[key] = {**known, **{name: merged(known[name], inner) if name in known else inner
-                                    for name, inner in value.items()}}
+        elif key == "additionalProperties":
+            out[key] = merged(known, value)
+        elif key in _BOUNDS:
+            out[key] = _BOUNDS[key](known, value)
         elif key == "required":
             out[key] = [*known, *(name for name in value if name not in known)]
         elif key == "type":
@@ -107,6 +127,19 @@ def merged(first: Any, second: Any) -> Any:
         else:
             raise ChatError(f"schemas that both state {key!r} cannot be combined")
     return out
+
+
+def _properties(first: Mapping, second: Mapping) -> dict[str, Any]:
+    """The properties of two schemas of objects; one that a schema does not list is of its `additionalProperties`."""
+    known, others = first.get("properties") or {}, second.get("properties") or {}
+    out = {name: merged(spec, others.get(name, second.get("additionalProperties", True))) for name, spec in known.items()}
+    for name, spec in others.items():
+        if name not in known:
+            out[name] = merged(spec, first.get("additionalProperties", True))
+    return out
+
+
+_BOUNDS = {"minLength": max, "maxLength": min, "minimum": max, "maximum": min, "minItems": max, "maxItems": min}
 
 
 def _types(kind: Any) -> set[str]:
@@ -183,7 +216,7 @@ def object_case(case: Mapping) -> dict[str, Any]:
     properties = case.get("properties") or {}
     required = list(case.get("required") or ())
     for key in ("patternProperties", "propertyNames", "dependentRequired", "unevaluatedProperties"):
-        if key in case and not (key == "unevaluatedProperties" and case[key] in (True, False)):
+        if key in case and not _says_nothing(key, case[key]):
             raise ChatError(f"{key!r} in the parameters of a tool cannot be enforced")
     further = case.get("additionalProperties", "properties" not in case)
     additional = None if further is False else {} if further is True else further

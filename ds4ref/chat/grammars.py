@@ -236,7 +236,7 @@ def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, 
         parts = []
         for name, inner in properties.items():
             needed = name in spec["required"]
-            if not writable(name):
+            if not writable(name) or constraints.resolved(inner, root) is False:
                 if needed:
                     raise ChatError(f"the parameter {name!r} of {function.name!r} cannot be written in this model's calls")
                 continue
