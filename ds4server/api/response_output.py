@@ -3,7 +3,7 @@
 Theory of operation. An answer is a list of items, of which at most one is open. Reasoning and text open an item of their kind
 if another or none is open; a call opens its own. Opening an item closes the one before it; the end of the answer closes the
 last, so a call whose block is cut by the budget is unfinished even where its arguments are complete. Each transition yields
-stream events as (type, payload); the items that were closed are the buffered answer. So both are the same.
+stream events as (type, payload); the items that were closed are the buffered answer, in its order. So both say the same.
 """
 
 import json
@@ -64,6 +64,15 @@ class Output:
             return self._end(status if self._complete else "incomplete")
         return self._told(self._open.last()) + self._end(status)
 
+    def ordered(self):
+        """The closed items of a buffered answer: reasoning, one text, calls. A call that was cut has become text, and stands
+        with what was said before the calls."""
+        kinds = {"reasoning": [], "message": []}
+        calls = []
+        for item in self.items:
+            kinds.get(item["type"], calls).append(item)
+        return [*kinds["reasoning"], *_merged(kinds["message"]), *calls]
+
     def _within(self, what, *how):
         return [] if isinstance(self._open, what) else self._begin(what(*how))
 
@@ -82,6 +91,16 @@ class Output:
     def _told(self, frames):
         place = {"item_id": self._open.id, "output_index": len(self.items)}
         return [(name, place | payload) for name, payload in frames]
+
+
+def _merged(texts):
+    """Message items as one, of the last one's status."""
+    if len(texts) < 2:
+        return texts
+    parts = [item["content"][0] for item in texts]
+    logprobs = [entry for part in parts for entry in part["logprobs"]]
+    part = parts[0] | {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+    return [texts[-1] | {"content": [part]}]
 
 
 def _status(cut):

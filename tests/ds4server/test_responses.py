@@ -9,7 +9,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from ds4ref.chat import CallArguments, CallBegin, CallEnd, Text
 from ds4server.api import response_items, response_tools
+from ds4server.api.response_output import Output
 from ds4server.app import application
 
 from .inprocess import CHAT, Scripted, running
@@ -273,6 +275,21 @@ def test_a_budget_inside_a_call(talk):
         seen |= {(kind, answer["output"][-1]["type"]) for kind, answer in (("streamed", streamed), ("buffered", buffered))}
         assert last_status(streamed) == last_status(buffered) == "incomplete"
     assert seen == {(kind, item) for kind in ("streamed", "buffered") for item in ("message", "function_call")}
+
+
+def test_text_behind_a_call_stands_before_it_in_the_buffered_answer():
+    """What is left of a call that the budget cut becomes text there; the calls before it are whole."""
+    said = [Text("Look. "), CallBegin(0, "tide"), CallArguments(0, "{}"), CallEnd(0), Text("<invoke")]
+    output = Output(response_tools.Toolbox(), lambda call: f"call_{call}")
+    for event in said:
+        output.take(event, [{"logprob": -1}] if isinstance(event, Text) else ())
+    output.finish(cut=True, reasoning_open=False)
+    assert [(item["type"], item["status"]) for item in output.items] == [
+        ("message", "completed"), ("function_call", "completed"), ("message", "incomplete"),
+    ]  # fmt: skip
+    message, call = output.ordered()
+    assert message["content"][0]["text"] == "Look. <invoke" and len(message["content"][0]["logprobs"]) == 2
+    assert message["status"] == "incomplete" and call == output.items[1]
 
 
 def test_custom_tools_take_free_text(talk):
