@@ -73,7 +73,7 @@ class Generation:
     finish: Finish | None = None
     matched_stop: str | None = None
     reasoning_tokens: int = 0
-    """Tokens sampled while the parser read reasoning."""
+    """Tokens sampled inside reasoning, or that the parser read as such."""
 
     def __post_init__(self):
         room = self.context - len(self.prompt)
@@ -86,7 +86,6 @@ class Generation:
         self._stops = StopStrings(self.stop_strings)
         self._calls = 0  # complete ones
         self._special = frozenset(self.tokenizer.specials.values())
-        self._reasoning = self.tracker is not None and self.tracker.is_open
         self._visible = 0  # characters of visible text produced, before stop strings hold any back
         self._delivered = 0
         self._unplaced = []  # logprobs of tokens whose text has not come out of the parser yet
@@ -139,11 +138,10 @@ class Generation:
             self.guidance.accept(token, self.tracker is not None and self.tracker.is_open)
         parsed = self._parse(token)
         self._calls += sum(isinstance(event, CallEnd) for event in parsed)
-        if parsed:
-            self._reasoning = isinstance(parsed[-1], Reasoning)
         if token in self._special and not any(isinstance(e, Text) and self.tokenizer.piece(token) in e.text for e in parsed):
             self._unplaced = [entry for entry in self._unplaced if entry.token != token]  # markup, not text
-        self.reasoning_tokens += self._reasoning or any(isinstance(event, Reasoning) for event in parsed)
+        thinks = self.tracker is not None and self.tracker.is_open  # a parser that holds a call back says nothing meanwhile
+        self.reasoning_tokens += thinks or any(isinstance(event, Reasoning) for event in parsed)
         events = self._visible_events(parsed)
         if self.matched_stop is not None:
             return self._close(Finish.STOP_STRING, token, events)

@@ -98,9 +98,9 @@ def parse(text):
 
 
 def said(response):
-    """A response without what differs from one answer to the next, and how many of its tokens were reasoning."""
+    """A response without what differs from one answer to the next."""
     kept = {name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at", "timings")}
-    usage = {name: value for name, value in response["usage"].items() if not name.endswith("_details")}
+    usage = {name: value for name, value in response["usage"].items() if name != "input_tokens_details"}
     items = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]]
     return kept | {"usage": usage, "output": items}
 
@@ -253,6 +253,7 @@ def test_calls(talk):
     assert [json.loads(call["arguments"]) for call in calls] == [{"harbour": "Husum"}, {"harbour": "Büsum"}]
     assert len({call["call_id"] for call in calls}) == 2 and all(len(call["call_id"]) == len("call_") + 32 for call in calls)
     assert answer["status"] == "completed" and all(call["name"] == "tide" for call in calls)
+    assert 0 < answer["usage"]["output_tokens_details"]["reasoning_tokens"] <= len("why</think>")
     single = api.both(tools=[TIDE], parallel_tool_calls=False)
     assert [item["type"] for item in single["output"]] == ["message", "function_call"]
     alone = talk("why</think>" + called(("tide", {})))
