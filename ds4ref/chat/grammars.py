@@ -21,7 +21,8 @@ from ds4ref.chat.errors import ChatError
 from ds4ref.chat.lark import ANY, Writer, choice, escape, json_rule, quoted
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-SPACE = r"/\n{1,2}/"
+SPACE = r"/\n{1,3}/"
+"""Between reasoning, text and calls."""
 _WHITE = r"[ \t\r\n]*"
 _NUMBER = r"[+\-]?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 _READ = {"null": "null|None", "boolean": "true|True|false|False", "integer": _NUMBER, "number": _NUMBER}

@@ -46,7 +46,7 @@ def _thinking_field(value):
     if not isinstance(value, Mapping):
         return _bool(value, "thinking")
     kind = value.get("type")
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise ChatError(f"thinking.type must be one of {', '.join(TYPES)}, got {kind!r}", "thinking.type")
     return TYPES[kind]
 

@@ -272,6 +272,34 @@ def test_a_sampled_block_is_rendered_again_byte_for_byte(family):
         assert text in again.text
 
 
+@BY_FAMILY
+def test_the_next_prompt_goes_on_where_the_sampled_call_ended(family):
+    """Token for token: prompt and answer are a prefix of the next prompt, although no template writes the call this way."""
+    talk = conversation(family)
+    question = [{"role": "user", "content": "x"}]
+    said = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls_of([("tide", ARGUMENTS)])}
+    unfinished = Options(template_kwargs={"add_generation_prompt": False})
+    rendered, start = talk.render([*question, said], TOOLS, unfinished).text, talk.render(question, TOOLS).text
+    assert rendered.startswith(start)
+    answer = rendered[len(start):]
+    assert '["a", "b"]' in answer or '["a","b"]' in answer
+    other = ('["a","b"]', '["a", "b"]') if '["a","b"]' in answer else ('["a", "b"]', '["a","b"]')
+    tokens = talk.tokenizer.encode(answer.replace(*other))
+    tokens = tokens[: next((i for i, token in enumerate(tokens) if token in talk.end_ids), len(tokens))]
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), stream=True)
+    found = tape(talk, generation, tokens)
+    ((text, _, _),) = generation.blocks
+    message = {"role": "assistant", "content": found.text, "reasoning_content": found.reasoning,
+               "tool_calls": calls_of([(call.name, call.arguments) for call in found.calls])}  # fmt: skip
+    history = [*question, message, {"role": "tool", "tool_call_id": "call_0", "content": "ok"}]
+    sampled = generation.prompt + generation.generated
+    block = Block(text, ("call_0",))
+    following = talk.encode(talk.render(history, TOOLS, blocks={"call_0": block}))
+    assert following[: len(sampled)] == sampled
+    if family != PROTOCOLS["exaone"]:  # which renders arguments that come as text as that text
+        assert talk.encode(talk.render(history, TOOLS))[: len(sampled)] != sampled
+
+
 # ---------------------------------------------------------------- errors
 
 
