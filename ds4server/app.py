@@ -14,6 +14,8 @@ from .api import errors, status
 from .api.anthropic import CountTokens, Messages
 from .api.chat import ChatCompletions
 from .api.completions import Completions
+from .api.openapi import OpenApi
+from .api.page import Page
 from .api.responses import InputTokens, Responses
 from .api.tokens import Detokenize, Tokenize
 from .engine import Engine
@@ -73,9 +75,12 @@ class Service:
         return True if model.endswith(THINKING) else None
 
 
+OPEN = {"/health", "/"}
+
+
 class Headers:
-    """Request ids on every POST, CORS where it is on, OPTIONS on any path, and the key where one is asked for. The health check
-    and preflights need none."""
+    """Request ids on every POST, CORS where it is on, OPTIONS on any path, and the key where one is asked for. The health
+    check, the web page (which asks for the key) and preflights need none."""
 
     def __init__(self, cors, api_key):
         self._cors, self._api_key = cors, api_key
@@ -85,7 +90,7 @@ class Headers:
         if req.method == "OPTIONS":
             resp.status = falcon.HTTP_204
             resp.complete = True
-        elif self._api_key is not None and req.path != "/health" and not self._allowed(req):
+        elif self._api_key is not None and req.path not in OPEN and not self._allowed(req):
             raise errors.ApiError(401, "the API key is missing or wrong: send it as bearer token or in x-api-key")
 
     def _allowed(self, req):
@@ -125,6 +130,8 @@ def application(service, cors=False, api_key=None):
     app.add_route("/v1/completions", Completions(service))
     app.add_route("/v1/messages", Messages(service))
     app.add_route("/v1/messages/count_tokens", CountTokens(service))
+    app.add_route("/openapi.json", OpenApi(service))
+    app.add_route("/", Page())
     for prefix in ("", "/v1"):
         app.add_route(f"{prefix}/tokenize", Tokenize(service))
         app.add_route(f"{prefix}/detokenize", Detokenize(service))

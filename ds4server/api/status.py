@@ -15,7 +15,7 @@ SUPPORTED = ["tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_
              "reasoning_effort", "logprobs"]  # fmt: skip
 
 
-class _Get:
+class Get:
     """A resource with GET and, since Falcon does not derive it, HEAD."""
 
     def __init__(self, service):
@@ -25,7 +25,7 @@ class _Get:
         self.on_get(req, resp, **params)
 
 
-class Models(_Get):
+class Models(Get):
     def on_get(self, req, resp):
         service = self._service
         card = model_card(service, service.model_id)
@@ -35,7 +35,7 @@ class Models(_Get):
         }  # fmt: skip
 
 
-class Model(_Get):
+class Model(Get):
     def on_get(self, req, resp, name):
         if name not in self._service.names:
             raise unknown_model(self._service, name)
@@ -60,7 +60,7 @@ def model_card(service, name):
     return card
 
 
-class Health(_Get):
+class Health(Get):
     def on_get(self, req, resp):
         if self._service.engine.stopping:
             resp.status = "503 Service Unavailable"
@@ -69,7 +69,7 @@ class Health(_Get):
             resp.media = {"status": "ok"}
 
 
-class Stats(_Get):
+class Stats(Get):
     def on_get(self, req, resp):
         service = self._service
         seen, recent = look(service), service.engine.recent()
@@ -98,7 +98,7 @@ class Stats(_Get):
         } | ({"last_request": recent[0]} if recent else {})  # fmt: skip
 
 
-class Metrics(_Get):
+class Metrics(Get):
     def on_get(self, req, resp):
         resp.content_type = metrics.CONTENT_TYPE
         resp.data = metrics.render(look(self._service), self._service.durations)

@@ -52,6 +52,12 @@ class Scripted(Toy):
         return super().step(state, token)
 
 
+class Babbler(Toy):
+    """Says what its logits are, which depend on everything before; never in a hurry to end."""
+
+    gate = threading.Event()
+
+
 class InProcess:
     """A running engine and a client of its application. ``ended``: functions of a job."""
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,8 @@ from ds4server.api.completions import prompts_of
 from ds4server.cli import _catalog
 from ds4server.options import UsageError
 
-from .inprocess import CHAT, CONVERSATION, Scripted, running
-from .toymodel import Toy, tokenizer
+from .inprocess import CHAT, CONVERSATION, Babbler, Scripted, running
+from .toymodel import tokenizer
 
 PATH = "/v1/completions"
 HEAD = "alpha beta gamma delta"
@@ -30,12 +29,6 @@ def babbler():
     """Its answers depend on the prompt, and are bytes rather than words."""
     with running(Babbler(), width=4) as found:
         yield found
-
-
-class Babbler(Toy):
-    """``Toy`` with the switch that ``running`` throws at the end."""
-
-    gate = threading.Event()
 
 
 def post(found, path=PATH, **fields):

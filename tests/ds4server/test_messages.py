@@ -437,6 +437,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": TOOLS}, "tool_choice"),
         ({"thinking": {"type": "sideways"}}, "thinking.type"),
+        ({"thinking": {"type": {}}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "full"}}, "thinking.display"),
         ({"output_config": {"effort": "banana"}}, "output_config.effort"),
