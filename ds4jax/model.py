@@ -200,6 +200,18 @@ class Model:
             bank._extend(part)
         return np.asarray(logits)[: len(banks)]
 
+    def scratch(self):
+        """Bytes that the largest program takes beside weights and state: a whole chunk at the end of a full context, which is
+        compiled for it. State whose donation XLA does not use counts too. None where the platform does not tell."""
+        size, none = rounded(self.chunk, self._sizes, self.chunk), np.zeros(1, np.int32)
+        prepared = self._prepared([Bank(self, 0)], [[0] * size], 1, size)
+        arguments = np.zeros((1, size), np.int32), none, none, none, *prepared
+        program = self._program(self._buckets[-1], False).lower(self._weights, self._arrays, *arguments).compile()
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+
     def _prepared(self, banks, parts, rows, size):
         """What the family computes on the host for the tokens of this call: nothing, or one array [rows, size, …]."""
         prepare = getattr(self.arithmetic, "prepare", None)

@@ -84,9 +84,13 @@ def choose(requested="auto", available=None, jax_version=None):
     return _platform(name, device, requested, stale)
 
 
+def defaults(name):
+    """(layout of the weights, dtype) on a platform of ours, whether it is here or not."""
+    return default_layout(name), "bfloat16" if name == "cuda" else "float32"
+
+
 def _platform(name, device, requested, stale):
     package = device.package or {"cuda": "jax-cuda12-plugin", "cpu": "jaxlib"}.get(name, device.platform)
-    kept = default_layout(name), "bfloat16" if name == "cuda" else "float32"
     what = f"{device.count} × {device.kind}" if device.count > 1 else device.kind
     if requested != "auto":
         why = f"{name} was asked for; {package} has {what}"
@@ -98,7 +102,7 @@ def _platform(name, device, requested, stale):
             why = f"jax-metal is installed, but fails from JAX 0.5.1 on ({JAX}27062); jax-mps would be taken"
     else:
         why = f"{package} has {what}"
-    return Platform(name, device.platform, package, primitives.profile_of(device.platform), *kept, why)
+    return Platform(name, device.platform, package, primitives.profile_of(device.platform), *defaults(name), why)
 
 
 def _named(device):

@@ -136,40 +136,59 @@ def _native(request, row, backend):
 
 def _budgets(request, row, artifact, config, backend, native):
     """The :class:`Budgets` of serving this artifact. The states that are resident for reuse count as the serial session's."""
-    family = families.of(artifact)
-    layout = family.layout(config)
-    reference = backend.name == "reference"
-    price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, native=0, grown=reference)
+    layout = families.of(artifact).layout(config)
+    if backend.name == "reference":
+        tensors = list(artifact.tensors.values())
+        shared, scratch = pricing.weights(tensors), pricing.dequantized(tensors, CACHE_BYTES)
+        price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, grown=True)
+    else:
+        from ds4jax.platforms import defaults
+
+        tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
+        shared, scratch = pricing.packed(tensors, packing), 0
+        itemsize = 2 if dtype == "bfloat16" else 4
+        price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
     partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
     memory = host.memory(backend.name)
     several = row.banks == "persistent" or (request.named_width or 1) >= RESIDENT_BANKS
     session = 0 if several and row.banks != "serial" else (RESIDENT_BANKS - 1) * price.per_bank
-    scratch = pricing.activations(artifact, native) + (pricing.dequantized(artifact, CACHE_BYTES) if reference else 0)
     return Budgets(
         available=memory.available,
-        shared_weights=pricing.weights(artifact),
+        shared_weights=shared,
         per_bank=price.per_bank,
-        scratch=scratch + session,
+        scratch=scratch + pricing.activations(tensors, native) + session,
         checkpoint_pool=price.pool(SLOTS) if partial else 0,
         domain=memory.domain,
         host_available=memory.host_available,
     )
 
 
+def _on_device(artifact, config):
+    """The tensors that ds4jax loads."""
+    from ds4jax import families as device
+
+    arithmetic = device.of(artifact)
+    tensors_of = getattr(arithmetic, "tensors_of", lambda config, artifact: artifact.tensors)
+    return [tensor for name, tensor in tensors_of(config, artifact).items() if arithmetic.uses(config, name)]
+
+
 def after_open(found, model, reuser, layout, serving=None):
     """The facts of ``found`` with what the opened engine tells: its memory, its chunk, its checkpoints. serving: banks that
-    serve at once (default: all)."""
+    serve at once (default: all). On a device the largest program is compiled for it."""
     device = found.backend.name != "reference"
     fitted = 1 if found.row.banks == "serial" else serving or len(reuser.banks)
     facts, budgets = found.facts, found.facts.budgets
     if budgets is not None:
         memory = host.memory(found.backend.name)
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
+        if device and (scratch := model.scratch()) is not None:
+            idle = budgets.per_bank * (len(reuser.banks) - fitted)
+            budgets = replace(budgets, scratch=scratch + idle)
     return replace(
         facts,
         ipc_pending=False,
         budgets=budgets,
-        mapped_weights=pricing.weights(found.artifact) if device else 0,
+        mapped_weights=budgets.shared_weights if device and budgets is not None else 0,
         banks_fitted=fitted if device else None,
         partial_reuse=reuser.pool.slots > 0 or not needs_checkpoints(model.layout),
         mtp_loaded=False,

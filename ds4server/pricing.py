@@ -1,11 +1,16 @@
 """What the parts of a process cost, in bytes: the quote's budgets from a family's state layout and an artifact's tensors.
 
-The amounts follow what the backends allocate, so that a quote cannot drift from it. Knows nothing about requests or hosts.
+The amounts follow what the backends allocate, so that a quote cannot drift from it: docs/memory.md says what counts as use.
+Knows nothing about requests or hosts.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
+import numpy as np
+
+from ds4ref.quants import BLOCK, PLAIN, TensorType
 from ds4ref.state import Compressed, Recurrent, Ring, Rows
 
 LEAST_ROWS = 16  # what the reference's growing arrays begin with; then they double
@@ -24,7 +29,8 @@ class Price:
 
 
 def price(layout, context, *, vocabulary, native=0, itemsize=4, drafts=None, grown=False):
-    """The :class:`Price` of a layout (component name → kind, :mod:`ds4ref.state`) at ``context`` tokens.
+    """The :class:`Price` of a layout (component name → kind, :mod:`ds4ref.state`) at ``context`` tokens, as the reference
+    keeps it.
 
     vocabulary: numbers of the logits row that a sequence keeps; native: rows of one forward pass, which a ring holds beyond
     its window; itemsize: bytes of a number; drafts: draft length where drafting is on, which takes drafts + 1 copies of what
@@ -35,8 +41,34 @@ def price(layout, context, *, vocabulary, native=0, itemsize=4, drafts=None, gro
     cut = sum(_cut(kind, context, held) for kind in layout.values()) * itemsize
     logits = vocabulary * itemsize
     rollback = 0 if drafts is None else (drafts + 1) * uncut
-    checkpoint = uncut + logits + 8 * context if uncut else 0  # its tokens are int64
-    return Price(cut + uncut + logits + rollback, checkpoint)
+    return Price(cut + uncut + logits + rollback, _checkpoint(layout, context, vocabulary))
+
+
+def price_on_device(layout, context, *, vocabulary, itemsize=4):
+    """The :class:`Price` of a layout as ds4jax allocates it (``ds4jax.state.allocate``), all at the start: rows in numbers of
+    ``itemsize`` bytes, what every token changes and the logits in float32."""
+    held = sum(_allocated(kind, context, itemsize) for kind in layout.values())
+    return Price(held + 4 * vocabulary, _checkpoint(layout, context, vocabulary))
+
+
+def _checkpoint(layout, context, vocabulary):
+    """Bytes of a checkpoint, which is on the host in float32 on every backend, with logits and int64 tokens; 0 where none is
+    needed."""
+    uncut = 4 * sum(_uncut(kind, context, 0) for kind in layout.values())
+    return uncut + 4 * vocabulary + 8 * context if uncut else 0
+
+
+def _allocated(kind, context, itemsize):
+    match kind:
+        case Rows(shape):
+            return context * prod(shape) * itemsize
+        case Ring(window, shape):
+            return min(window, context) * prod(shape) * itemsize
+        case Recurrent(shape):
+            return 4 * prod(shape)
+        case Compressed(ratio, shape, pending, span):
+            return (max(1, context // ratio) * prod(shape) + span * prod(pending)) * itemsize
+    raise TypeError(f"unknown component kind {kind!r}")
 
 
 def _doubled(rows):
@@ -68,22 +100,53 @@ def _uncut(kind, context, native):
     return 0
 
 
-def weights(artifact):
-    """Bytes of an artifact's tensors as they lie in the file, which is how every backend keeps them."""
-    return sum(tensor.nbytes for tensor in artifact.tensors.values())
+def weights(tensors):
+    """Bytes of tensors as they lie in the file, which is where the reference reads them."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def dequantized(artifact, limit):
-    """Bytes of the reference's cache of dequantised tensors: all of them in float32, up to ``limit``."""
-    return min(limit, sum(4 * prod(tensor.shape) for tensor in artifact.tensors.values()))
+def packed(tensors, layout):
+    """Bytes of tensors as ds4jax packs them in one of its layouts (``ds4jax.weights.pack``), from shapes and types alone."""
+    return sum(_packed(tensor, layout) for tensor in tensors)
 
 
-def activations(artifact, rows, itemsize=4):
+def _packed(tensor, layout):
+    *lead, rows, columns = (1, *tensor.shape)
+    if tensor.type in PLAIN and PLAIN[tensor.type].kind == "i":
+        return min(4, PLAIN[tensor.type].itemsize) * prod(tensor.shape)
+    if len(tensor.shape) == 1:
+        return 4 * prod(tensor.shape)
+    unit = BLOCK[tensor.type][0]
+    if unit == 1:  # plain floats are put into blocks of a divisor of the columns
+        unit = max(b for b in range(1, 33) if columns % b == 0)
+    return prod(lead) * (columns // unit) * _planes(tensor.type, rows, unit, layout)
+
+
+@cache
+def _planes(type, rows, columns, layout):
+    """Bytes of the planes of [rows, columns], one block wide: those of a matrix are as many times more as it has blocks."""
+    from ds4jax import blocks, packing
+
+    block, size = BLOCK[type]
+    data = np.zeros(rows * columns // block * size, np.uint8)
+    if layout == "gpu":
+        return sum(plane.nbytes for _, plane in blocks.planes(data, type, (rows, columns)))
+    return sum(plane.nbytes for plane in packing.planes(data, type, (rows, columns), layout).values())
+
+
+def dequantized(tensors, limit):
+    """Bytes of the reference's cache of dequantised tensors: all of them in float32, up to ``limit``. Numbers that the file
+    holds as they are computed with are read where they lie."""
+    lie = (TensorType.F32, *(type for type, dtype in PLAIN.items() if dtype.kind == "i"))
+    return min(limit, sum(4 * prod(tensor.shape) for tensor in tensors if tensor.type not in lie))
+
+
+def activations(tensors, rows, itemsize=4):
     """An estimate of the activations of one forward pass over ``rows`` tokens: every output of the widest layer, held at once.
     Stacked matrices (experts) count once, as a token runs few of them."""
     widths = {}
-    for name, tensor in artifact.tensors.items():
+    for tensor in tensors:
         if len(tensor.shape) >= 2:
-            layer = name.split(".")[1] if name.startswith("blk.") else name
+            layer = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else tensor.name
             widths[layer] = widths.get(layer, 0) + tensor.shape[-2]
     return rows * itemsize * max(widths.values(), default=0)

@@ -1,12 +1,21 @@
 """The memory quote: its arithmetic, its reserves, and prices that are what states really take."""
 
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import as_file, files
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds4ref import families, tiny
-from ds4ref.gguf import Artifact
+from ds4ref import families, quants, tiny
+from ds4ref.gguf import Artifact, Tensor
+from ds4ref.quants import BLOCK, TensorType
+from ds4ref.reuse import SLOTS
 from ds4ref.state import Compressed, Recurrent, Ring, Rows, State
 from ds4server import host, pricing, quote
 from ds4server.options import FitReserves
@@ -131,15 +140,103 @@ def _arrays(component):
 def test_weights_and_activations_of_an_artifact(tmp_path):
     tiny.write("deepseek4", tmp_path / "tiny.gguf")
     with Artifact.open(tmp_path / "tiny.gguf") as artifact:
-        total = sum(tensor.nbytes for tensor in artifact.tensors.values())
-        assert pricing.weights(artifact) == total <= (tmp_path / "tiny.gguf").stat().st_size
-        numbers = sum(4 * int(np.prod(tensor.shape)) for tensor in artifact.tensors.values())
-        assert pricing.dequantized(artifact, 1 << 40) == numbers and pricing.dequantized(artifact, 5) == 5
-        assert 0 < pricing.activations(artifact, 1) * 7 == pricing.activations(artifact, 7)
+        tensors = list(artifact.tensors.values())
+        assert pricing.weights(tensors) == sum(t.nbytes for t in tensors) <= (tmp_path / "tiny.gguf").stat().st_size
+        assert 0 < pricing.activations(tensors, 1) * 7 == pricing.activations(tensors, 7)
         family = families.of(artifact)
         config = family.Config.from_metadata(artifact)
         prices = [pricing.price(family.layout(config), n, vocabulary=config.vocabulary).per_bank for n in (256, 512)]
         assert prices[0] < prices[1]
+
+
+def tensor(type, *shape):
+    return Tensor("blk.0.x.weight", shape, type, np.zeros(quants.nbytes(type, shape), np.uint8))
+
+
+def test_what_the_file_holds_as_it_is_computed_with_is_not_copied():
+    tensors = [tensor(TensorType.F32, 4, 256), tensor(TensorType.I32, 9), tensor(TensorType.Q8_0, 2, 256),
+               tensor(TensorType.BF16, 3)]  # fmt: skip
+    assert pricing.dequantized(tensors, 1 << 40) == 4 * (512 + 3) and pricing.dequantized(tensors, 5) == 5
+
+
+@pytest.mark.parametrize("layout", ["cpu", "lean", "gpu"])
+def test_weights_are_priced_as_they_are_packed(layout):
+    """Every type that there is, as a matrix, a stack whose rows get padding, and a vector."""
+    weights = pytest.importorskip("ds4jax.weights", reason="JAX is not installed")
+    for type, (values, _) in BLOCK.items():
+        for shape in ((24, 3 * values), (2, 1024, values), (4 * values,)):
+            found = tensor(type, *shape)
+            assert pricing.packed([found], layout) == weights.nbytes(weights.pack(found, layout)), (type.name, shape)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("context", [1, 7, 100])
+def test_a_bank_is_priced_as_it_is_allocated(dtype, itemsize, context):
+    allocate = pytest.importorskip("ds4jax.state", reason="JAX is not installed").allocate
+    arrays = [array for kind in KINDS.values() for array in allocate(kind, 3, 5, context, dtype).values()]
+    price = pricing.price_on_device(KINDS, context, vocabulary=0, itemsize=itemsize)
+    assert 3 * 5 * price.per_bank == sum(array.nbytes for array in arrays)
+    assert price.checkpoint == pricing.price(KINDS, context, vocabulary=0).checkpoint
+
+
+# Use. docs/memory.md says what counts.
+
+
+def used(backend, path, context, banks, slots):
+    """What ``usage.py`` tells of a process of its own."""
+    script, numbers = Path(__file__).with_name("usage.py"), map(str, (context, banks, slots))
+    command = [sys.executable, str(script), backend, str(path), *numbers]
+    out = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    assert out.returncode == 0, out.stderr[-3000:]
+    found = json.loads(out.stdout)
+    assert found["errors"] == []
+    return found
+
+
+def check_use(found, slots, states):
+    """The quote of an opened model is within 10 % of what the model takes, in all and by every item that is much of it."""
+    quoted, items = found["quote"], found["items"]
+    pool = quoted["checkpoint_pool"] // SLOTS * slots
+    said = {"shared_weights": quoted["shared_weights"], "banks": quoted["per_bank"] * states, "checkpoint_pool": pool,
+            "scratch": quoted["scratch"] - quoted["per_bank"] * (states - quoted["banks"])}  # fmt: skip
+    total = sum(items.values())
+    assert abs(sum(said.values()) - total) <= total / 10, (said, items)
+    for name, n in items.items():
+        assert abs(said[name] - n) <= max(n, total / 10) / 10, (name, said, items)
+    return sum(said.values())
+
+
+def check_growth(found, said, slack=0):
+    """It is also within 10 % of what the process grew by, apart from what compiling leaves behind. slack: bytes of Python's
+    own objects, which are much of a tiny model's."""
+    grown = found["phases"]["load"] + found["phases"]["use"] + found["file"]
+    assert abs(grown - said) <= grown / 10 + slack, (grown, said, found)
+
+
+def test_the_quote_of_the_embedded_artifact_is_what_it_takes_on_the_reference():
+    with as_file(files("ds4server") / "tiny.gguf") as path:
+        found = used("reference", path, 64, 2, SLOTS)
+    check_growth(found, check_use(found, SLOTS, 2), slack=1 << 20)
+
+
+def test_the_quote_of_the_embedded_artifact_is_what_it_takes_on_jax():
+    """By item alone: a process whose model takes seven megabytes grows by hundreds as XLA compiles."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    with as_file(files("ds4server") / "tiny.gguf") as path:
+        check_use(used("jax", path, 256, 2, SLOTS), SLOTS, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "context", "banks", "slots"), [("reference", 8, 1, 4), ("jax", 600, 2, 16)])
+def test_the_quote_of_a_large_artifact_is_what_it_takes(tmp_path, backend, context, banks, slots):
+    """More than 1 GB on disk: the reference fills its cache of dequantised tensors, JAX packs to another size."""
+    if backend == "jax":
+        pytest.importorskip("jax", reason="JAX is not installed")
+    command = [sys.executable, "-m", "ds4ref", "tiny", "step35", "-o", str(tmp_path / "large.gguf"), "--scale", "1.2G"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "large.gguf").stat().st_size > 1e9
+    found = used(backend, tmp_path / "large.gguf", context, banks, slots)
+    check_growth(found, check_use(found, slots, max(banks, 2)))
 
 
 # Ceilings.
