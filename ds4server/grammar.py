@@ -160,10 +160,10 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
         return None
     compiled = compiler(conversation)
     calls = conversation.chat.calls(options or Options())
-    functions = grammars.functions(allowed, constrained=_strict if mode == "auto" else lambda function: True)
     free = _free(conversation)
 
-    def text(after_reasoning, functions=functions):
+    def text(after_reasoning, tools=allowed):
+        functions = grammars.functions(tools, constrained=_strict if mode == "auto" else lambda function: True)
         writer = lark.Writer(_markers(conversation))
         if mode == "required":
             return writer.text(grammars.forced(writer, calls, functions, parallel, after_reasoning))
@@ -172,16 +172,16 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
     try:
         return _compiled(compiled, calls, text)
     except GrammarError as error:
-        raise _blame(compiled, functions, text) or error from None
+        raise _blame(compiled, allowed, text) or error from None
 
 
-def _blame(compiled, functions, text):
-    """The GrammarError of the first of several functions that cannot be enforced alone, None if each can."""
-    for function in functions if len(functions) > 1 else ():
+def _blame(compiled, tools, text):
+    """The GrammarError of the first of several tools that cannot be enforced alone, None if each can."""
+    for tool in tools if len(tools) > 1 else ():
         try:
-            compiled.matcher(text(False, [function]))
+            compiled.matcher(text(False, [tool]))
         except (ChatError, GrammarError) as error:
-            return GrammarError(f"tool {function.name!r}: {error}")
+            return GrammarError(f"tool {tool['function']['name']!r}: {error}")
     return None
 
 
@@ -230,7 +230,11 @@ def schema_of(response_format):
     schema = (holder if isinstance(holder, dict) else response_format).get("schema")
     if not isinstance(schema, dict):
         raise GrammarError("the schema of a json_schema response_format must be an object")
-    return constraints.document(schema, schema)
+    try:
+        constraints.check(schema)
+        return constraints.document(schema, schema)
+    except ChatError as error:
+        raise GrammarError(f"the schema cannot be enforced: {error}") from None
 
 
 def _compiled(compiled, calls, text):

@@ -30,6 +30,45 @@ _HINTS = {"properties": "object", "required": "object", "additionalProperties": 
 """A keyword → the type that is meant where a schema with it states none."""
 
 
+_KINDS = {"an object": Mapping, "an array": (list, tuple), "a string": str, "a number of at least 0": int,
+          "a number": (int, float), "a schema": (Mapping, bool)}
+_SHAPES = {
+    "an object": (*_NAMED,),
+    "an array": ("required", "enum", "anyOf", "oneOf", "allOf", "prefixItems"),
+    "a string": ("$ref", "pattern", "format"),
+    "a number of at least 0": ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    "a number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "a schema": ("items", "additionalProperties", "not", "if", "then", "else", "propertyNames", "contains"),
+}
+_SHAPE_OF = {key: kind for kind, keys in _SHAPES.items() for key in keys}
+
+
+def check(spec: Any) -> None:
+    """ChatError unless the keywords that are looked at have values of the kinds that JSON Schema gives them."""
+    if isinstance(spec, bool):
+        return
+    if not isinstance(spec, Mapping):
+        raise ChatError(f"a schema must be an object or a boolean, not {spec!r:.40}")
+    for key, value in spec.items():
+        kind = _SHAPE_OF.get(key)
+        if kind and (not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "a schema")
+                     or (kind == "a number of at least 0" and value < 0)):
+            raise ChatError(f"{key!r} in a schema must be {kind}, not {value!r:.40}")
+        if key == "required" and not all(isinstance(name, str) for name in value):
+            raise ChatError("'required' in a schema must be an array of strings")
+        kinds = value if isinstance(value, (list, tuple)) else [value]
+        if key == "type" and not (kinds and all(kind in schema.TYPES for kind in kinds)):
+            raise ChatError(f"'type' in a schema must be one or several of {', '.join(schema.TYPES)}, not {value!r:.40}")
+        if kind == "a schema":
+            check(value)
+        elif key in _NAMED:
+            for inner in value.values():
+                check(inner)
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            for inner in value:
+                check(inner)
+
+
 def document(spec: Any, root: Any) -> Any:
     """A part of `root` as a schema of its own, with what it refers to; without what llguidance would trip over."""
     out = _moved(spec)
@@ -200,6 +239,12 @@ def of_type(case: Mapping, types: set[str]) -> dict[str, Any] | None:
         return {"enum": left} if left else None
     left = [kind for kind in case["type"] if kind in types]
     return {**case, "type": left} if left else None
+
+
+def admits_all(spec: Any, root: Any) -> bool:
+    """Whether a schema says nothing about a value."""
+    spec = resolved(spec, root)
+    return spec is True or (isinstance(spec, Mapping) and spec.keys() <= _ANNOTATIONS | {"$comment", "$defs", "definitions"})
 
 
 def check_string(case: Mapping) -> None:

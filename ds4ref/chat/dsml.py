@@ -32,7 +32,7 @@ from typing import Any
 
 import regex
 
-from ds4ref.chat import grammars, jsontext, lark, schema
+from ds4ref.chat import constraints, grammars, jsontext, lark, schema
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
 from ds4ref.chat.lark import Writer
@@ -62,9 +62,13 @@ def _call(writer: Writer, function: grammars.Function) -> str:
     """The expression of one call. An argument states whether it is a string, so the two are never mistaken."""
     closing = f"</{DSML}parameter>"
     head = f'<{DSML}parameter name="'
+    bare = grammars.Bare(closing, DSML)
 
     def value(spec: Any, root: Any) -> str:
-        texts, found = grammars.parts(spec, root, grammars.Bare(closing, DSML))
+        if constraints.admits_all(spec, root):
+            kinds = lark.choice(map(writer.literal, (TRUE, FALSE)))
+            return f"{kinds} {writer.until(bare.text(), closing)} {writer.literal(NEWLINE)}"
+        texts, found = grammars.parts(spec, root, bare)
         ways = [f"{writer.literal(TRUE)} {writer.until(lark.choice(texts), closing)}"] if texts else []
         ways += [f"{writer.literal(FALSE)} {lark.choice(found)} {writer.literal(closing)}"] if found else []
         if not ways:
@@ -74,7 +78,7 @@ def _call(writer: Writer, function: grammars.Function) -> str:
     def pair(name: str, spec: Any, root: Any) -> str:
         return f"{writer.literal(head + attribute(name))} {value(spec, root)}"
 
-    def others(names: Sequence[str], spec: Any, root: Any) -> str:
+    def others(names: Sequence[str] | None, spec: Any, root: Any) -> str:
         return f"{writer.literal(head)} {grammars.other_name(writer, names)} {value(spec, root)}"
 
     arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name,

@@ -21,6 +21,7 @@ from ds4ref.chat.errors import ChatError
 from ds4ref.chat.lark import ANY, Writer, choice, escape, json_rule, quoted
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_SPACIOUS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
 SPACE = r"/\n{1,3}/"
 """Between reasoning, text and calls."""
 _WHITE = r"[ \t\r\n]*"
@@ -28,6 +29,7 @@ _NUMBER = r"[+\-]?[0-9]+(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 _READ = {"null": "null|None", "boolean": "true|True|false|False", "integer": _NUMBER, "number": _NUMBER}
 """What bare text is read as, by type, where a string may stand too (`xmlcalls.json_value`)."""
 _ID = "/[A-Za-z0-9_\\-]{1,64}/"
+_ANY_KEY = r'/[^<>"\x00-\x20]([^<>"\x00-\x1f]{0,200}[^<>"\x00-\x20])?/'
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 
 
@@ -64,6 +66,8 @@ def functions(tools: Iterable[Mapping], *, constrained: Callable[[Mapping], bool
     for tool in tools:
         function = tool.get("function") or tool
         parameters = function.get("parameters") if constrained(function) else None
+        if isinstance(parameters, Mapping):
+            constraints.check(parameters)
         found.append(Function(function["name"], parameters if isinstance(parameters, Mapping) else None))
     return found
 
@@ -140,7 +144,7 @@ def arguments(function: Function) -> str:
     """The expression of a function's arguments as one JSON object."""
     root = function.parameters
     if root is None:
-        return json_rule({"type": "object", "x-guidance": _COMPACT})
+        return json_rule({"type": "object", "x-guidance": _SPACIOUS})
     spec = constraints.document(root, root)
     kinds = spec.get("type", "object")
     if kinds != "object" and "object" not in kinds:
@@ -206,7 +210,7 @@ def bare_call(before: str, after: str, key: tuple[str, str], bare: Bare, between
         def pair(name: str, spec: Any, root: Any) -> str:
             return f"{writer.literal(name.join(key))} {value(writer, spec, root, bare)} {writer.literal(between)}".rstrip()
 
-        def others(names: Iterable[str], spec: Any, root: Any) -> str:
+        def others(names: Iterable[str] | None, spec: Any, root: Any) -> str:
             name = f"{writer.literal(key[0])} {other_name(writer, names)} {writer.literal(key[1])}"
             return f"{name} {value(writer, spec, root, bare)} {writer.literal(between)}".rstrip()
 
@@ -219,12 +223,12 @@ def bare_call(before: str, after: str, key: tuple[str, str], bare: Bare, between
 def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, writable: Callable[[str], bool],
           empty: str = "") -> str:
     """The expression of a function's arguments, one after the other. pair: (name, schema, root) → one argument; others:
-    (names, schema, root) → one argument of another name; writable: whether a name can be written. empty: what may stand
-    where there are none."""
+    (names, schema, root) → one argument of another name, of any where they are None; writable: whether a name can be
+    written. empty: what may stand where there are none."""
     empty = f"{quoted(empty)}?" if empty else ""
     root = function.parameters
     if root is None:
-        several = f"({writer.rule(others((), {}, {}))})*"
+        several = f"({writer.rule(others(None, {}, {}))})*"
         return f"({several} | {empty})" if empty else several
     found = []
     for case in constraints.cases(root, root):
@@ -255,8 +259,10 @@ def pairs(writer: Writer, function: Function, pair: Callable, others: Callable, 
     return choice(found)
 
 
-def other_name(writer: Writer, names: Iterable[str]) -> str:
-    """The terminal of a parameter's name that is none of those."""
+def other_name(writer: Writer, names: Iterable[str] | None) -> str:
+    """The terminal of a parameter's name that is none of those; of any that can be written where they are None."""
+    if names is None:
+        return writer.terminal(_ANY_KEY)
     known = choice(map(quoted, names)) if names else ""
     return writer.terminal(_KEY + (f" & ~({known})" if known else ""))
 
@@ -268,6 +274,8 @@ def _writable(name: str) -> bool:
 def value(writer: Writer, spec: Any, root: Any, bare: Bare) -> str:
     """The expression of a value as bare text with the markup behind it: strings as they are, other values as JSON. Where
     both may stand, a string is none that would be read as another value."""
+    if constraints.admits_all(spec, root):
+        return writer.until(bare.text(), bare.closing)
     texts, rests = [], []
     for case in constraints.cases(spec, root):
         _divide(case, bare, texts, rests)

@@ -56,12 +56,14 @@ class Noise:
 
 @functools.cache
 def closers(conversation):
-    """Closing tags that a family spells in many tokens, which noise would hardly ever spell."""
-    calls, writer = conversation.chat.calls(Options()), lark.Writer({})
-    text = calls.call(writer, Function("f", None)) + "\n" + writer.text("x")
+    """Closing tags, or what stands in front of their marker, that take many tokens, which noise would hardly ever spell."""
+    specials = conversation.tokenizer.specials
+    markers = {text: specials[text] for text in conversation.chat.protocol.MARKERS if text in specials}
+    calls, writer = conversation.chat.calls(Options()), lark.Writer(markers)
+    text = calls.call(writer, Function("f", {"properties": {"v": {"type": "string"}}})) + "\n" + writer.text("x")
     found = {json.loads(literal) for literal in re.findall(r'"(?:[^"\\]|\\.)*"', text)}
-    special = [marker for marker in conversation.chat.protocol.MARKERS if marker in conversation.tokenizer.specials]
-    return [text.encode() for text in sorted(found) if "</" in text and not any(marker in text for marker in special)]
+    heads = {writer.cut(text)[0] for text in found if "</" in text}
+    return [head.encode() for head in sorted(heads - {""})]
 
 
 def begin(conversation, tools=None, *, thinking=None, messages=None, budget=600, **more):
