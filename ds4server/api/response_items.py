@@ -145,16 +145,6 @@ class _Reader:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
-def results_without_calls(found):
-    """The ids of results among canonical messages whose calls do not come before them, in order."""
-    called, missing = set(), []
-    for message in found:
-        called.update(call["id"] for call in message.get("tool_calls", ()))
-        if message["role"] == "tool" and message["tool_call_id"] not in called:
-            missing.append(message["tool_call_id"])
-    return missing
-
-
 def _id(item, path):
     if (found := _named(item)) is None:
         raise bad_request(f"{path}.call_id must be a string, got {kind(item.get('call_id'))}", f"{path}.call_id")

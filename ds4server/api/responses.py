@@ -19,6 +19,7 @@ from .ask import Ask, prompt_of
 from .body import read_object
 from .chat import logprob
 from .chat_messages import kind
+from .continuation import continued
 from .errors import bad_request
 from .formats import response_format
 from .requests import Budget, Common, Fields, Whole, parse, stop_strings
@@ -121,7 +122,8 @@ def read(service, body):
         raise bad_request("input is required: a string or an array of items", "input")
     box = Toolbox()
     box.add(request.tools, "tools")
-    messages = conversation(service, request, response_items.messages(request.input, box))
+    leading = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages = continued(service, leading + response_items.messages(request.input, box), "input")
     choice = tool_choice(request.tool_choice, box)
     form = response_format(request.text.format, "text.format", nested=False) if request.text else None
     if form is not None and choice.mode == "required":
@@ -144,20 +146,6 @@ def _controls(body, request):
         found = repr(effort)[:40] if isinstance(effort, str) else kind(effort)
         raise bad_request(f"reasoning.effort must be one of {', '.join(LEVELS)}, got {found}", "reasoning.effort")
     return {name: body.get(name) for name in ("think", "enable_thinking", "thinking")} | {"reasoning_effort": effort}
-
-
-def conversation(service, request, messages):
-    """The canonical messages behind the instructions. Where they begin with results whose calls are not among them, they go on
-    from the answer that holds those calls. ApiError 400 where no such answer is known."""
-    leading = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    missing = response_items.results_without_calls(messages)
-    if not missing:
-        return leading + messages
-    before = service.tools.pending(missing) if all(m["role"] == "tool" for m in messages[: len(missing)]) else None
-    if before is None:
-        found = f"input holds a result of call {missing[0][:60]!r} but not the call; replay the full history"
-        raise bad_request(found, "input")
-    return ([] if before[:1] == leading else leading) + before + messages
 
 
 class ResponsesWire:
