@@ -135,7 +135,7 @@ def read(service, body):
         model=request.model, stream=bool(request.stream), messages=messages, tools=box.definitions or None, choice=choice,
         parallel=request.parallel_tool_calls is not False, controls=_controls(body, request),
         thinking_budget=request.thinking_tokens(), budget=request.budget, stops=stop_strings(request.stop),
-        ignore_eos=bool(request.ignore_eos), form=form,
+        ignore_eos=bool(request.ignore_eos), form=form, form_field="text.format",
     )  # fmt: skip
 
 

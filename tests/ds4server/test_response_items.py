@@ -200,6 +200,7 @@ def item(**members):
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format"),
         ({"text": {"format": {"type": "json_object"}}, "tools": [TIDE], "tool_choice": "required"}, "text.format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": {}}, "tools"),
