@@ -94,10 +94,9 @@ def ask_of(service, body, request):
     messages = continued(service, anthropic_blocks.messages(request.system, request.messages), "messages")
     tools = anthropic_blocks.tools(request.tools)
     choice, parallel = anthropic_choice(request.tool_choice, tools)
-    form = _form(request)
+    form_field, form = _form(request)
     if form is not None and choice.mode == "required":
-        message = "output_config.format cannot be combined with a tool_choice that forces a call"
-        raise bad_request(message, "output_config.format")
+        raise bad_request(f"{form_field} cannot be combined with a tool_choice that forces a call", form_field)
     _check_display(request.thinking)
     return Ask(
         SURFACE, request.sampling(service.vocabulary), "messages", model=request.model, stream=bool(request.stream),
@@ -105,14 +104,15 @@ def ask_of(service, body, request):
         controls={name: body.get(name) for name in CONTROLS} | {"reasoning_effort": _effort(request)},
         thinking_budget=request.thinking_tokens(), budget=request.max_tokens,
         stops=stop_strings(request.stop_sequences, "stop_sequences"), ignore_eos=bool(request.ignore_eos), form=form,
+        form_field=form_field,
     )  # fmt: skip
 
 
 def _form(request):
-    """The form of the visible text: ``output_config.format``, or ``output_format`` as it used to be called."""
-    if request.output_config is not None and request.output_config.format is not None:
-        return response_format(request.output_config.format, "output_config.format", nested=False)
-    return response_format(request.output_format, "output_format", nested=False)
+    """(field, form of the visible text): of ``output_config.format``, or ``output_format`` as it used to be called."""
+    form = None if request.output_config is None else request.output_config.format
+    field, value = ("output_config.format", form) if form is not None else ("output_format", request.output_format)
+    return field, response_format(value, field, nested=False)
 
 
 def _effort(request):

@@ -178,6 +178,14 @@ def test_mistakes_name_the_field(idle, fields, param):
     assert answer.status_code == 400 and error["param"] == param and param.split("[")[0] in error["message"]
 
 
+def test_a_schema_for_raw_text(babbler):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = both(babbler, prompt=[HEAD, "beta"], response_format=form, temperature=1, seed=2, max_tokens=200)
+    assert all(json.loads(choice["text"])["n"] in (1, 22) for choice in answer["choices"])
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
+
+
 # --- tokens -------------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from ds4server.api.anthropic import Blocks, blocks, call_input
 from ds4server.api.continuation import results_without_calls
 from ds4server.api.errors import ApiError
 
-from .inprocess import Scripted, running
+from .inprocess import Babbler, Scripted, running
 
 PATH = "/v1/messages"
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -228,6 +228,53 @@ def test_the_official_client(server):
         client.messages.create(**asked | {"stop_sequences": ["x"] * 17})
     with pytest.raises(anthropic.NotFoundError):
         client.post("/v1/messages/batches", body={}, cast_to=object)
+
+
+# --- what is enforced while sampling ------------------------------------------------------------------------------------
+
+PLACE = {"type": "object", "properties": {"harbour": {"enum": ["Husum", "Büsum"]}, "day": {"type": "integer", "enum": [1, 30]}},
+         "required": ["harbour", "day"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def babbler():
+    with running(Babbler()) as found:
+        yield found
+
+
+def alike(found, **fields):
+    """The buffered answer, which is what the streamed one adds up to."""
+    answer, (stream, _) = whole(found, **fields), streamed(found, **fields)
+    assert comparable(stream) == comparable(answer)
+    return answer
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "place"}])
+def test_forced_calls(babbler, choice):
+    tools = [{"name": "place", "input_schema": PLACE}]
+    choice = choice | {"disable_parallel_tool_use": True}
+    answer = alike(babbler, tools=tools, tool_choice=choice, think=False, temperature=1, seed=3, max_tokens=600)
+    assert answer["stop_reason"] == "tool_use" and kinds(answer) == ["tool_use"]
+    call = answer["content"][0]["input"]
+    assert call.keys() == {"harbour", "day"} and call["harbour"] in ("Husum", "Büsum") and call["day"] in (1, 30)
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": {"type": "json_schema", "schema": PLACE}}},
+                                    {"output_format": {"type": "json_schema", "schema": PLACE}}])  # fmt: skip
+def test_a_schema_for_the_text(babbler, fields):
+    answer = alike(babbler, **fields, thinking={"type": "enabled", "budget_tokens": 4}, temperature=1, seed=3, max_tokens=600)
+    assert kinds(answer) == ["thinking", "text"] and answer["stop_reason"] == "end_turn"
+    assert json.loads(answer["content"][1]["text"]).keys() == {"harbour", "day"}
+    assert answer["usage"]["output_tokens_details"]["thinking_tokens"] <= 8
+
+
+def test_what_cannot_be_enforced_is_refused(babbler):
+    nonsense = {"type": "json_schema", "schema": {"type": "nonsense"}}
+    forced = {"output_config": {"format": nonsense}, "tools": TOOLS, "tool_choice": {"type": "any"}}
+    for fields in ({"output_config": {"format": nonsense}}, {"output_format": nonsense}, forced):
+        answer = post(babbler, **fields)
+        assert answer.status_code == 400 and answer.json["error"]["type"] == "invalid_request_error"
+    assert answer.json["error"]["message"].startswith("output_config.format cannot be combined")
 
 
 # --- streams ------------------------------------------------------------------------------------------------------------
