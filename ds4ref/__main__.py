@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import families, scaled, tiny
+from . import drafting, families, scaled, tiny
 from .chat import CallArguments, CallBegin, ChatError, Options, Reasoning, Text
 from .conversation import Conversation
 from .generation import run
@@ -23,6 +23,8 @@ from .inspection import inspect, report
 from .model import Model
 from .progress import Progress
 from .sampling import SamplingParams, fresh_seed
+from .speculative import Speculator
+from .speculative import run as run_with_drafts
 from .stop import eos_policy
 from .tokenizer import Tokenizer
 
@@ -84,6 +86,14 @@ def parser():
     sub = command("generate", generate, "Continue a text, or answer a chat message, token by token.")
     add_computing(sub)
     add_generation(sub)
+    sub.add_argument("--mtp", metavar="FILE", help="draft with this sidecar")
+    sub.add_argument(
+        "--draft",
+        type=int,
+        metavar="N",
+        help="tokens to draft at a time at most; with --mtp as many as its drafter can, else none and from 1 on with the "
+        "predictor in the model's file",
+    )
 
     sub = command("tiny", write_tiny, "Write a tiny random artifact of a family.", model=False)
     sub.add_argument("architecture", metavar="ARCH", help=f"one of {', '.join(sorted(families.FAMILIES))}")
@@ -258,7 +268,20 @@ def render(args):
 
 def generate(args):
     model = _open(args, args.ctx)
-    write_answer(model, answer_of(args, model))
+    write_answer(model, answer_of(args, model), _speculator(args, model))
+
+
+def _speculator(args, model):
+    """What drafts, on a new state, or None where nothing is asked to. UsageError for a width that the drafter has not."""
+    if args.mtp is None and not args.draft:
+        if args.draft is not None:
+            raise UsageError(f"--draft must be at least 1, got {args.draft}")
+        return None
+    drafter = drafting.attach(model, args.mtp)
+    width = drafter.longest if args.draft is None else args.draft
+    if not 1 <= width <= drafter.longest:
+        raise UsageError(f"--draft must be from 1 to {drafter.longest} with this drafter, got {width}")
+    return Speculator(model, model.new_state(), drafter, width)
 
 
 def answer_of(args, model):
@@ -275,15 +298,15 @@ def answer_of(args, model):
         raise UsageError(str(error)) from None
 
 
-def write_answer(model, answer):
-    """Compute ``answer`` to its end: the text to stdout as it comes; log-probabilities, counts and times to stderr."""
-    state, start, first = model.new_state(), time.monotonic(), None
+def write_answer(model, answer, speculator=None):
+    """Compute ``answer`` to its end: the text to stdout as it comes; log-probabilities, counts and times to stderr.
+
+    speculator: what drafts, on a state of its own that is empty.
+    """
+    start, first = time.monotonic(), None
     with Progress("prefill", len(answer.prompt)) as progress:
-        for at in range(0, len(answer.prompt), model.chunk):
-            part = answer.prompt[at : at + model.chunk]
-            model.prefill(state, part)
-            progress.advance(len(part))
-    for step in run(model, state, answer, prompt=()):
+        steps = _drafted(answer, speculator, progress) if speculator else _plain(model, answer, progress)
+    for step in steps:
         first = first or time.monotonic()
         for event in step.events:
             sys.stdout.write(_shown(event))
@@ -296,6 +319,28 @@ def write_answer(model, answer):
     later, seconds = len(answer.generated) - 1, time.monotonic() - first
     rate = f", then {later / seconds:.1f} tokens/s" if later > 0 and seconds > 0 else ""
     print(f"{counts}; first token after {first - start:.2f} s{rate}", file=sys.stderr)
+    if speculator:
+        share = f" ({speculator.accepted / speculator.drafted:.0%})" if speculator.drafted else ""
+        kept = f"{speculator.accepted} of {speculator.drafted} drafts kept{share}"
+        print(f"{kept} in {speculator.trials} trials, {speculator.pace.paused} pauses", file=sys.stderr)
+
+
+def _plain(model, answer, progress):
+    """Compute the prompt; → the steps of the answer."""
+    state = model.new_state()
+    for at in range(0, len(answer.prompt), model.chunk):
+        part = answer.prompt[at : at + model.chunk]
+        model.prefill(state, part)
+        progress.advance(len(part))
+    return run(model, state, answer, prompt=())
+
+
+def _drafted(answer, speculator, progress):
+    """As :func:`_plain`, with drafts."""
+    for token in answer.prompt:
+        speculator.feed(token)
+        progress.advance()
+    return run_with_drafts(speculator, answer, prompt=())
 
 
 def _answer(args, model, params):

@@ -27,6 +27,7 @@ import numpy as np
 
 from .families import SIDECARS
 from .gguf import Artifact, ArtifactError
+from .sidecar import same_vocabulary
 from .state import State
 
 
@@ -198,6 +199,7 @@ def attach(model, path=None):
         raise ArtifactError(f"{artifact.path.name}: {model.artifact.architecture} takes no draft sidecar")
     for module in modules:
         if module.recognises(artifact):
+            same_vocabulary(artifact, model)
             config, weights = module.open_sidecar(artifact, model)
             if hasattr(module, "draft_rows"):
                 return Block(module, config, weights, model.dtype)
@@ -208,6 +210,11 @@ def attach(model, path=None):
         f"{artifact.path.name}: a file of architecture {found!r}, no draft sidecar of {model.artifact.architecture} "
         f"(accepted: {accepted})"
     )
+
+
+def sidecar_of(artifact):
+    """The architecture whose drafter a file is, or None."""
+    return next((name for name, modules in SIDECARS.items() if any(m.recognises(artifact) for m in modules)), None)
 
 
 def _embedded(model):

@@ -6,7 +6,7 @@ Never raises for a file that merely does not fit: what is amiss is part of the a
 from collections import Counter
 from dataclasses import asdict
 
-from . import families
+from . import drafting, families
 from .gguf import ArtifactError
 from .state import memory
 from .weights import check
@@ -25,8 +25,12 @@ def inspect(artifact, itemsize=4):
         ],
         "config": None,
         "state": None,
+        "predictor": None,
+        "sidecar_of": drafting.sidecar_of(artifact),
         "problems": [],
     }
+    if found["sidecar_of"]:
+        return found
     try:
         family = families.of(artifact)
         config = family.Config.from_metadata(artifact)
@@ -35,6 +39,8 @@ def inspect(artifact, itemsize=4):
         return found
     found["config"] = asdict(config)
     found["problems"] += check(artifact, *family.tensors(config))
+    if predictors := getattr(config, "predictors", 0):
+        found["predictor"] = {"blocks": predictors, "unused": drafting.unused(family, config)}
     layout = family.layout(config)
     at_1000, growth = memory(layout, itemsize)
     found["state"] = {
@@ -70,6 +76,13 @@ def report(found):
             lines.append(f"  {c['name']:<20} {c['kind']:<11} {_shape(c['shape']):<16} {size:>10} at 1,000 tokens")
         total = state["bytes_at_1000_tokens"]
         lines.append(f"  {state['bytes_per_token']:,.1f} bytes per further token; {_size(total)} at 1,000 tokens")
+    if found["sidecar_of"]:
+        lines += ["", f"a draft sidecar of {found['sidecar_of']}; it is checked when it is opened with its model"]
+        return "\n".join(lines)
+    if predictor := found["predictor"]:
+        count = "1 block" if predictor["blocks"] == 1 else f"{predictor['blocks']} blocks"
+        use = f"bound and not used: {predictor['unused']}" if predictor["unused"] else "which draft where asked to"
+        lines += ["", f"predictor: {count}, {use}"]
     lines += [""] + ([f"problem: {p}" for p in found["problems"]] or ["every tensor the family binds is there, and no other"])
     return "\n".join(lines)
 

@@ -19,6 +19,18 @@ def agree(artifact, target, pairs):
             raise refuse(artifact, target, f"{name} is {own}, the model's is {wanted}")
 
 
+def same_vocabulary(artifact, target):
+    """ArtifactError where a sidecar that carries a vocabulary carries another one than its target."""
+    key = "tokenizer.ggml.tokens"
+    own, theirs = artifact.metadata.get(key), target.artifact.metadata.get(key)
+    if own is None or theirs is None:
+        return
+    agree(artifact, target, {"the vocabulary's size": (len(own), len(theirs))})
+    for i, (a, b) in enumerate(zip(own, theirs, strict=True)):
+        if a != b:
+            raise refuse(artifact, target, f"token {i} is {a!r}, the model's is {b!r}")
+
+
 def bind(artifact, target, required, optional=(), rename=lambda name: name):
     """Weights of a sidecar, and behind them those of its target. ArtifactError names the first tensor that does not fit.
 

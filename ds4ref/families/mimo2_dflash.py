@@ -60,9 +60,6 @@ def open_sidecar(artifact, target):
     if not all(k.bools("attention.sliding_window_pattern", n=count, default=(True,) * count)):
         raise k.error("attention.sliding_window_pattern", False, "true for every layer")
     agree(artifact, target, {"the width": (layers.width, base.width)})
-    tokens = artifact.metadata.get("tokenizer.ggml.tokens")
-    if tokens is not None:
-        agree(artifact, target, {"the vocabulary": (len(tokens), base.vocabulary)})
     if not layers.targets or max(layers.targets) >= base.layers:
         raise refuse(artifact, target, f"it reads layers {list(layers.targets)} of {base.layers}")
     mask = Keys(artifact).int("tokenizer.ggml.mask_token_id", default=MASK, lo=0)

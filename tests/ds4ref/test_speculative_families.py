@@ -1,5 +1,6 @@
 """Drafts never change a greedy answer: on every family, with any drafter, width and history, it is a plain run's to the bit."""
 
+import json
 import pickle
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import GOLDEN, _model
 
-from ds4ref import drafting
+from ds4ref import drafting, gguf_writer
 from ds4ref.drafting import Draft, follow
 from ds4ref.generation import Generation
-from ds4ref.gguf import ArtifactError
+from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.reuse import Policy, Reuser
 from ds4ref.sampling import SamplingParams
 from ds4ref.speculative import Speculator, run
@@ -241,7 +242,8 @@ REQUEST = st.fixed_dictionaries({
 
 
 def request(of, cut, more, drafter, width, budget, stops=(), taken=None):
-    return dict(of=of, cut=cut, more=more, drafter=drafter, width=width, budget=budget, stops=stops, taken=taken)
+    keys = ("of", "cut", "more", "drafter", "width", "budget", "stops", "taken")
+    return dict(zip(keys, (of, cut, more, drafter, width, budget, stops, taken), strict=True))
 
 
 # Drafters 0 to 3 are fakes, the family's own come after them.
@@ -321,7 +323,7 @@ def test_no_history_and_no_drafter_changes_an_answer(arch):
 
 # Identity of sidecars -------------------------------------------------------------------------------------------------
 
-REFUSED = [
+NOT_ONE = [
     ("deepseek4", "step35/mtp.gguf", "a file of architecture 'step35', no draft sidecar of deepseek4"),
     ("mimo2", "naive_n05_flash/draft.gguf", r"no draft sidecar of mimo2 \(accepted: architecture 'dflash'\)"),
     ("glm-dsa", "step35/mtp.gguf", "mtp.gguf: glm-dsa takes no draft sidecar"),
@@ -330,7 +332,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "path", "reason"), REFUSED)
+@pytest.mark.parametrize(("arch", "path", "reason"), NOT_ONE)
 def test_a_file_that_is_no_sidecar_of_the_family_is_refused(arch, path, reason):
     with pytest.raises(ArtifactError, match=reason):
         drafting.attach(opened(arch), GOLDEN / path)
@@ -345,3 +347,66 @@ def test_a_model_without_a_predictor_says_so(arch):
 def test_a_family_of_sidecars_names_them():
     with pytest.raises(ArtifactError, match=r"holds no predictor block; it drafts from a sidecar: .*mtp\.0.* or .*dspark"):
         drafting.attach(opened("deepseek4"))
+
+
+def changed(path, source, metadata=(), tensors=()):
+    """A copy of a sidecar with keys or tensors replaced."""
+    artifact = Artifact.open(source)
+    keys = {k: (v, artifact.types[k]) for k, v in artifact.metadata.items() if k != "general.architecture"}
+    for key, value in dict(metadata).items():
+        keys[key] = (value(keys[key][0]) if callable(value) else value, keys[key][1])
+    arrays = {name: np.array(tensor.dequantize()) for name, tensor in artifact.tensors.items()}
+    for name, change in dict(tensors).items():
+        arrays[name] = np.ascontiguousarray(change(arrays[name]))
+    gguf_writer.write(path, artifact.architecture, keys, arrays)
+    return path
+
+
+def config_field(name, value):
+    def change(text):
+        config = json.loads(text)
+        config["text_config"][name] = value
+        return json.dumps(config)
+
+    return change
+
+
+def swapped(tokens):
+    return [tokens[1], tokens[0], *tokens[2:]]
+
+
+MISFITS = [
+    ("deepseek4/mtp.gguf", {}, {"mtp.0.e_proj.weight": lambda a: a[:, :32]}, r"'mtp.0.e_proj.weight' has shape \[64, 32\]"),
+    ("deepseek4/mtp.gguf", {}, {"mtp.0.ffn_gate_inp.weight": lambda a: a[:5]}, "mtp.0.exp_probs_b.bias.* has shape"),
+    ("deepseek4/dspark.gguf", {"deepseek4.dspark.target_layers": np.array([1, 9], np.int32)}, {}, r"layers \[1, 9\] of"),
+    ("deepseek4/dspark.gguf", {"deepseek4.dspark.noise_token_id": 512}, {}, "noise token 512 is outside the vocabulary of 512"),
+    ("deepseek4/dspark.gguf", {}, {f"dspark.markov_w{n}.weight": lambda a: a[:500] for n in "12"}, "vocabulary is 500, the"),
+    ("naive_n05_flash/draft.gguf", {"naive_draft.vocab_size": 511}, {}, "the vocabulary is 511, the model's is 512"),
+    ("naive_n05_flash/draft.gguf", {"naive_draft.embedding_length": 32}, {}, "the width is 32, the model's is 64"),
+    ("naive_n05_flash/draft.gguf", {"naive_draft.target.layer_ids": np.array([7], np.int32)}, {}, r"layers \[7\] of"),
+    ("naive_n05_flash/draft.gguf", {"naive_draft.target.architecture": "mimo2"}, {}, "target.architecture' is 'mimo2'"),
+    ("naive_n05_flash/draft.gguf", {"naive_draft.attention.causal": True}, {}, "attention.causal' is True; expected false"),
+    ("mimo2/dflash.gguf", {"dflash.embedding_length": 32}, {}, "the width is 32, the model's is 64"),
+    ("mimo2/dflash.gguf", {"dflash.target_layers": np.array([1, 99], np.int32)}, {}, r"layers \[0, 98\] of"),
+    ("mimo2/dflash.gguf", {"tokenizer.ggml.tokens": swapped}, {}, "token 0 is .*, the model's is"),
+    ("mimo2/dflash.gguf", {"tokenizer.ggml.mask_token_id": 512}, {}, "mask token 512 is outside the vocabulary"),
+    ("inkling/mtp.gguf", {"inkling.config.json": config_field("hidden_size", 32)}, {}, "hidden_size is 32, the model's is 64"),
+    ("inkling/mtp.gguf", {"inkling.config.json": config_field("vocab_size", 600)}, {}, "vocab_size is 600, the model's is 512"),
+    ("step35/mtp.gguf", {"step35.rope.freq_base_swa": 5e4}, {}, "rope_base_sliding is 50000.0, the model's is 10000.0"),
+    ("step35/mtp.gguf", {"step35.embedding_length": 32}, {}, "width is 32, the model's is 64"),
+    ("step35/mtp.gguf", {"tokenizer.ggml.tokens": swapped}, {}, "token 0 is .*, the model's is"),
+]
+
+
+@pytest.mark.parametrize(("file", "metadata", "tensors", "reason"), MISFITS)
+def test_a_sidecar_of_another_model_is_refused(tmp_path, file, metadata, tensors, reason):
+    arch, name = file.split("/")
+    with pytest.raises(ArtifactError, match=reason) as error:
+        drafting.attach(opened(arch), changed(tmp_path / name, GOLDEN / file, metadata, tensors))
+    assert str(error.value).startswith(f"{name}: ") and "\n" not in str(error.value)
+
+
+def test_a_copy_of_a_sidecar_fits(tmp_path):
+    for file in sorted({misfit[0] for misfit in MISFITS}):
+        arch, name = file.split("/")
+        assert drafting.attach(opened(arch), changed(tmp_path / name, GOLDEN / file)).longest >= 3
