@@ -49,6 +49,8 @@ class Service:
     """() → open connections."""
     durations: Durations = field(default_factory=Durations)
     disconnect_abort: bool = True
+    default_temperature: float = 1.0
+    """Of requests that name none."""
     strict_model: bool = False
     """Whether a request for another model is refused."""
     catalog: list | None = None

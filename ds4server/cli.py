@@ -31,11 +31,6 @@ UNAVAILABLE = {
 }
 """Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
 
-UNREAD = {
-    "default_temperature": ("DS4_SERVER_DEFAULT_TEMP", "requests that name no temperature get the API's own"),
-}
-"""Variables that this version does not act on: field of the request → name, what holds instead."""
-
 
 class StartError(RuntimeError):
     """The process cannot serve: one sentence. Exit code 1."""
@@ -91,8 +86,9 @@ def _run(request, stack):
     from . import evidence
 
     wanted = None if request.expect_plan is None else expected.load(request.expect_plan)
+    catalog = _catalog(request.model_catalog)
     path, toy = _model_path(request, stack)
-    found = evidence.before_open(request, path, toy, _unread(request))
+    found = evidence.before_open(request, path, toy)
     plan = resolve(request, found.row, found.facts)
     if request.check:
         _show(plan)
@@ -114,15 +110,8 @@ def _run(request, stack):
     _expect(wanted, plan, opened=True)
     if request.print_plan:
         _show(plan)
-    service.plan = plan
+    service.plan, service.catalog = plan, catalog
     return _listen(request, service)
-
-
-def _unread(request):
-    """A sentence for every variable that asks for something which this version does not do."""
-    for field, (name, why) in UNREAD.items():
-        if getattr(request, field) not in (None, getattr(options.Request, field)):
-            yield f"{name} is ignored: {why}"
 
 
 def _show(plan):
@@ -239,8 +228,8 @@ def _open(request, found, plan, path, toy, trace):
         ignore_eos=request.eos_policy == "global",
         ignore_eos_in_reasoning=request.eos_policy == "reasoning",
         disconnect_abort=request.disconnect_abort,
+        default_temperature=1.0 if request.default_temperature is None else request.default_temperature,
         strict_model=request.strict_model,
-        catalog=_catalog(request.model_catalog),
         tools=assembly.tool_memory(request, keeper.store, conversation),
     )
     return service, facts

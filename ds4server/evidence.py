@@ -35,16 +35,16 @@ class Found:
     failure: str | None = None
 
 
-def before_open(request, path, toy=False, unread=()):
+def before_open(request, path, toy=False):
     """:class:`Found` for a request and the model file it leads to. BackendError where ``--backend`` cannot be had.
 
-    toy: the file is the package's own noise. unread: sentences about variables that this product does not act on.
+    toy: the file is the package's own noise.
     """
     try:
         artifact = Artifact.open(path)
         families.of(artifact)
     except ArtifactError as error:
-        return _unidentified(str(error), unread)
+        return _unidentified(str(error))
     key = capabilities.architectures()[artifact.architecture]
     backend = backends.choose(request.backend, artifact.architecture)
     row = capabilities.product(key, backend.name)
@@ -65,14 +65,14 @@ def before_open(request, path, toy=False, unread=()):
         if request.ctx > 0:
             told["budgets"] = _budgets(request, row, artifact, config, backend, told["native_chunk"] or 1)
     facts = Facts(
-        **told, platform=backend.platform, ipc_pending=request.manifest is not None, unread=tuple(unread),
+        **told, platform=backend.platform, ipc_pending=request.manifest is not None,
         because={fact: why for fact, why in because.items() if why is not None},
     )  # fmt: skip
     return Found(facts, row, artifact, config, backend)
 
 
-def _unidentified(failure, unread):
-    return Found(Facts(platform=backends.platform(), unread=tuple(unread), because={"family": failure}), failure=failure)
+def _unidentified(failure):
+    return Found(Facts(platform=backends.platform(), because={"family": failure}), failure=failure)
 
 
 def _config(artifact, request):

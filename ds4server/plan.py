@@ -34,8 +34,7 @@ class Facts:
     """What files, host and engine have told. None is "unknown", which is neither yes nor no.
 
     platform: the backend that "auto" finds. banks_fitted … decode_execution are known after open; mapped_weights: bytes of
-    weights that have left the available memory by then. unread: sentences about variables that this product does not act on.
-    because: fact → why it is as it is, for the messages.
+    weights that have left the available memory by then. because: fact → why it is as it is, for the messages.
     """
 
     platform: str = "reference"
@@ -58,7 +57,6 @@ class Facts:
     mapped_weights: int | None = None
     layout: str | None = None
     decode_execution: str | None = None
-    unread: tuple[str, ...] = ()
     because: Mapping = field(default_factory=dict)
 
     def why(self, fact, otherwise):

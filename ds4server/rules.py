@@ -17,7 +17,7 @@ SIDECARS = ("sidecar", "deepseek")
 
 def environment(request, row, facts, issues):
     family = chunks.family_variable(request, row)[1] if row is not None else None
-    for message in (*request.ignored, *([family] if family else []), *facts.unread):
+    for message in (*request.ignored, *([family] if family else [])):
         issues.warn("env_ignored", message)
 
 

@@ -99,7 +99,7 @@ def ask_of(service, body, request):
         raise bad_request(f"{form_field} cannot be combined with a tool_choice that forces a call", form_field)
     _check_display(request.thinking)
     return Ask(
-        SURFACE, request.sampling(service.vocabulary), "messages", model=request.model, stream=bool(request.stream),
+        SURFACE, request.sampling(service), "messages", model=request.model, stream=bool(request.stream),
         messages=messages, tools=tools, choice=choice, parallel=parallel,
         controls={name: body.get(name) for name in CONTROLS} | {"reasoning_effort": _effort(request)},
         thinking_budget=request.thinking_tokens(), budget=request.max_tokens,

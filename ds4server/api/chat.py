@@ -84,7 +84,7 @@ def ask_of(service, body, request):
         raise bad_request("response_format cannot be combined with a tool_choice that forces a call", "response_format")
     budget = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     return Ask(
-        SURFACE, request.sampling(service.vocabulary, bool(request.logprobs), request.top_logprobs or 0), "messages",
+        SURFACE, request.sampling(service, bool(request.logprobs), request.top_logprobs or 0), "messages",
         model=request.model, stream=bool(request.stream), messages=chat_messages.messages(request.messages), tools=tools,
         choice=choice, parallel=request.parallel_tool_calls is not False,
         controls={name: body.get(name) for name in CONTROLS}, thinking_budget=request.thinking_tokens(), budget=budget,

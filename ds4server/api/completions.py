@@ -104,7 +104,7 @@ def ask_of(service, body, request, prompts):
     except ChatError as error:
         raise bad_request(str(error), error.field) from None
     request.thinking_tokens()
-    sampling = request.sampling(service.vocabulary, request.logprobs is not None, request.logprobs or 0)
+    sampling = request.sampling(service, request.logprobs is not None, request.logprobs or 0)
     return Ask(
         SURFACE, sampling, "prompt", model=request.model, stream=bool(request.stream), prompts=[ids for _, ids in prompts],
         budget=request.max_tokens, stops=stop_strings(request.stop), n=n, ignore_eos=bool(request.ignore_eos),

@@ -59,6 +59,10 @@ class Common(Fields):
     thinking: bool | dict[str, Any] | None = None
     thinking_budget: Budget | None = None
 
+    def heat(self, service):
+        """The temperature in effect."""
+        return service.default_temperature if self.temperature is None else self.temperature
+
     def thinking_tokens(self):
         """The reasoning budget in tokens, or None: ``thinking_budget`` or ``thinking.budget_tokens``."""
         if self.thinking_budget is not None or not isinstance(self.thinking, dict):
@@ -69,15 +73,17 @@ class Common(Fields):
             raise bad_request(f"{path} must be an integer of at least 0, got {shown(found)}", path)
         return found
 
-    def sampling(self, vocabulary, logprobs=False, top_logprobs=0):
-        """The :class:`SamplingParams` asked for, with a fresh seed where none is named. ApiError 400 naming the field."""
+    def sampling(self, service, logprobs=False, top_logprobs=0):
+        """The :class:`SamplingParams` asked for, with a fresh seed where none is named and the server's temperature, where it
+        has one. ApiError 400 naming the field."""
         chosen = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        chosen["temperature"] = self.heat(service)
         try:
             params = SamplingParams(
                 **chosen, seed=fresh_seed() if self.seed is None else self.seed, logit_bias=_biases(self.logit_bias),
                 logprobs=logprobs, top_logprobs=top_logprobs,
             )  # fmt: skip
-            params.check_vocabulary(vocabulary)
+            params.check_vocabulary(service.vocabulary)
         except ValueError as error:
             raise bad_request(str(error), str(error).split()[0]) from None
         return params

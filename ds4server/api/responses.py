@@ -129,7 +129,7 @@ def read(service, body):
     if form is not None and choice.mode == "required":
         raise bad_request("text.format cannot be combined with a tool_choice that forces a call", "text.format")
     logprobs = request.includes(LOGPROBS)
-    sampling = request.sampling(service.vocabulary, logprobs, (request.top_logprobs or 0) if logprobs else 0)
+    sampling = request.sampling(service, logprobs, (request.top_logprobs or 0) if logprobs else 0)
     return request, box, Ask(
         SURFACE, sampling, "input",
         model=request.model, stream=bool(request.stream), messages=messages, tools=box.definitions or None, choice=choice,
@@ -244,7 +244,7 @@ def envelope(service, request):
         "metadata": request.metadata if isinstance(request.metadata, dict) else {},
         "parallel_tool_calls": request.parallel_tool_calls is not False, "previous_response_id": None,
         "reasoning": {"effort": request.effort, "summary": request.summary}, "store": False,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": request.heat(service),
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "text": {"format": text.format or {"type": "text"}} | verbosity,
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice, "tools": request.tools or [],

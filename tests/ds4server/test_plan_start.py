@@ -90,16 +90,6 @@ def test_flags_without_machinery_are_refused_by_name(model, capsys, flag):
     assert capsys.readouterr().err == f"ds4server: {flag} is not available in this version; drop it\n"
 
 
-def test_variables_without_machinery_are_named(model, capsys):
-    values = {"default_temperature": "0.5"}
-    cli.os.environ |= {name: values[field] for field, (name, _) in cli.UNREAD.items()}
-    _, plan, codes, _ = check(capsys, "-m", model, *NUMPY)
-    ignored = [issue["message"] for issue in plan["issues"] if issue["code"] == "env_ignored"]
-    assert [message.split()[0] for message in ignored] == [name for name, _ in cli.UNREAD.values()]
-    cli.os.environ |= {"DS4_SERVER_MAX_QUEUE_BYTES": "0", "DS4_SERVER_MAX_QUEUE_AGE_S": "0", "DS4_SERVER_DISCONNECT_ABORT": "1"}
-    assert check(capsys, "-m", model, *NUMPY)[2].count("env_ignored") == 1
-
-
 def test_a_drafter_or_encoder_is_never_ignored(model, capsys, tmp_path):
     shutil.copy(model, tmp_path / "good.gguf")
     cli.os.environ["DS4_DSPARK_MODEL"] = str(tmp_path / "good.gguf")
