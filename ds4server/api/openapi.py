@@ -37,8 +37,10 @@ GETS = {
 STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 ERRORS = {
     "400": "The request is at fault: the message names the field",
+    "401": "The API key is missing or wrong",
     "404": "An unknown path or model",
     "413": "The body is too large",
+    "415": "The body is compressed",
     "429": "The queue is full",
     "500": "The engine failed",
     "503": "The server is shutting down",

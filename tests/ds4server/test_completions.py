@@ -4,13 +4,15 @@ import json
 import math
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from openai.types import Completion
 
 from ds4server.api.completions import prompts_of
-from ds4server.cli import _catalog
+from ds4server.cli import _catalog, main
 from ds4server.options import UsageError
 
+from .conftest import launch
 from .inprocess import CHAT, CONVERSATION, Babbler, Scripted, running
 from .toymodel import tokenizer
 
@@ -271,6 +273,20 @@ def test_a_catalogue_beside_the_model(idle, tmp_path):
         assert idle.client.simulate_get("/v1/models").json["models"] == [{"slug": "tide-1"}]
     finally:
         idle.service.catalog = None
+
+
+def test_the_flags_take_effect(tmp_path, capsys):
+    file = tmp_path / "catalogue.json"
+    file.write_text('{"models": [{"slug": "tide-1"}]}')
+    server = launch("--ctx", "4096", "--strict-model", "--model-catalog", str(file))
+    try:
+        assert httpx.get(f"{server.url}/v1/models").json()["models"] == [{"slug": "tide-1"}]
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "model": "gpt-x", "max_tokens": 0})
+        assert refused.status_code == 404
+    finally:
+        server.process.kill()
+    assert main(["--model-catalog", str(tmp_path / "none.json"), "--check-config"]) == 2
+    assert "none.json: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"models": {}}', b"\xff"])
