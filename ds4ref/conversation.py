@@ -151,6 +151,6 @@ class Conversation:
         markers = {special[text] for text in self.chat.protocol.MARKERS if text in special and text not in closings}
         return ReasoningTokens(
             {special[text]: self._closing_ids(text) for text in openings if text in special},
-            self.end_ids | markers,
+            frozenset(markers), self.end_ids,
             straddling([tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)], [tag.encode() for tag in closings]),
         )

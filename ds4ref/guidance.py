@@ -3,14 +3,16 @@
 Theory of operation
 -------------------
     state      next token                                        leaves on
-    REASONING  free, but no end token and no marker of calls;    the closing marker → ANSWER
-               the closing marker, once the budget is used up
+    REASONING  free, but no marker of calls, and no end token    the closing marker → ANSWER
+               if the grammar demands an answer; the closing
+               marker, once the budget is used up
     BEGINNING  the grammar's, or one that opens reasoning        that one → REASONING; any other → ANSWER
     ANSWER     the grammar's                                     the grammar is complete: the answer ends
 
-A grammar is any object with ``begin(after_reasoning) → guide``; a guide has ``banned()`` → bool [V], true where a token may
-not come next; ``accept(token)``; ``complete``, whether nothing but the end may follow. End tokens are among its tokens:
-banned until the grammar may stop. So the grammar speaks of what stands behind the reasoning, in tokens, markers included.
+A grammar is any object with ``begin(after_reasoning) → guide`` and ``demanding``, whether an answer has to come. A guide has
+``banned()`` → bool [V], true where a token may not come next; ``accept(token)``; ``complete``, whether nothing but the end
+may follow. End tokens are among its tokens: banned until the grammar may stop. So the grammar speaks of what stands behind
+the reasoning, in tokens, markers included.
 
 In ANSWER text that spells a reasoning marker is text. Without a grammar only the budget counts, in whatever state.
 
@@ -25,13 +27,14 @@ from dataclasses import dataclass, field
 class ReasoningTokens:
     """The tokens around a family's reasoning.
 
-    opening: the special tokens that open it, each with the ids of its closing marker. refused: what may not be sampled in
-    reasoning that a grammar follows: end tokens and the markers of calls. straddling: (what a text may end with, the
-    tokens that complete a closing marker there and go on behind it); a grammar begins at a token of its own.
+    opening: the special tokens that open it, each with the ids of its closing marker. refused: the markers of calls,
+    which may not be sampled in reasoning that a grammar follows; ends: the end tokens. straddling: (what a text may end
+    with, the tokens that complete a closing marker there and go on behind it); a grammar begins at a token of its own.
     """
 
     opening: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     refused: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
     straddling: tuple[tuple[bytes, frozenset[int]], ...] = ()
 
 
@@ -83,7 +86,7 @@ class Guidance:
             return ()
         if self._open:
             crossing = [ids for head, ids in self._tokens.straddling if text.endswith(head)]
-            return self._tokens.refused.union(*crossing)
+            return self._tokens.refused.union(*crossing, self._tokens.ends if self._grammar.demanding else ())
         banned = self._guide.banned()
         if self._may_open:
             banned = banned.copy()

@@ -34,11 +34,12 @@ class GrammarError(ValueError):
 class Grammar:
     """A compiled grammar: ``begin`` makes the guide (``ds4ref.guidance``) of one answer.
 
-    text: the grammar of an answer without reasoning; after: that behind reasoning, where it is another.
+    text: the grammar of an answer without reasoning; after: that behind reasoning, where it is another. demanding: whether
+    an answer has to come.
     """
 
-    def __init__(self, compiler, text, after=None):
-        self._compiler = compiler
+    def __init__(self, compiler, text, after=None, demanding=True):
+        self._compiler, self.demanding = compiler, demanding
         self._first = compiler.matcher(text)
         self._after = self._first if after is None or after == text else compiler.matcher(after)
 
@@ -170,7 +171,7 @@ def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
         return writer.text(grammars.guarded(writer, calls, functions, parallel, after_reasoning, free))
 
     try:
-        return _compiled(compiled, calls, text)
+        return _compiled(compiled, calls, text, mode == "required")
     except GrammarError as error:
         raise _blame(compiled, allowed, text) or error from None
 
@@ -237,9 +238,9 @@ def schema_of(response_format):
         raise GrammarError(f"the schema cannot be enforced: {error}") from None
 
 
-def _compiled(compiled, calls, text):
+def _compiled(compiled, calls, text, demanding=True):
     try:
-        return Grammar(compiled, text(False), text(True) if calls.turn else None)
+        return Grammar(compiled, text(False), text(True) if calls.turn else None, demanding)
     except ChatError as error:
         raise GrammarError(f"the tools cannot be enforced: {error}") from None
 

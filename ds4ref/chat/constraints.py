@@ -21,19 +21,15 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _DATA = ("enum", "const", "default", "examples")
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable",
                           "contentEncoding", "contentMediaType", "contentSchema", "format", "strict"})
-_OF_STRINGS = frozenset({"minLength", "maxLength", "pattern"})
-_OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"})
-_KNOWN = frozenset({"type", "enum", "const", *_OF_STRINGS, *_OF_OBJECTS})
 _HINTS = {"properties": "object", "required": "object", "additionalProperties": "object", "items": "array",
           "prefixItems": "array", "pattern": "string", "minLength": "string", "maxLength": "string", "minimum": "number",
           "maximum": "number"}
 """A keyword → the type that is meant where a schema with it states none."""
 
-
 _KINDS = {"an object": Mapping, "an array": (list, tuple), "a string": str, "a number of at least 0": int,
           "a number": (int, float), "a schema": (Mapping, bool)}
 _SHAPES = {
-    "an object": (*_NAMED,),
+    "an object": _NAMED,
     "an array": ("required", "enum", "anyOf", "oneOf", "allOf", "prefixItems"),
     "a string": ("$ref", "pattern", "format"),
     "a number of at least 0": ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -245,13 +241,6 @@ def admits_all(spec: Any, root: Any) -> bool:
     """Whether a schema says nothing about a value."""
     spec = resolved(spec, root)
     return spec is True or (isinstance(spec, Mapping) and spec.keys() <= _ANNOTATIONS | {"$comment", "$defs", "definitions"})
-
-
-def check_string(case: Mapping) -> None:
-    """ChatError if a case of strings has a keyword that bare text cannot be held to."""
-    for key in case:
-        if key not in _KNOWN | _ANNOTATIONS and key in ("$dynamicRef", "contentMediaType"):
-            raise ChatError(f"{key!r} of a string cannot be enforced")
 
 
 def object_case(case: Mapping) -> dict[str, Any]:

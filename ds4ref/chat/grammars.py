@@ -103,18 +103,10 @@ def guarded(writer: Writer, calls: Calls, tools: Sequence[Function], parallel: b
         turn = writer.literal(calls.turn)
         message = f"{calls_text(writer, calls, writer.terminal(ANY))} | {call}"
         return _sequence(turn if after_reasoning else "", f"({message}) ({turn} ({message}))*")
-    text = writer.terminal(f"/(?s:.*)/ & ~/(?s:.*){calls.spelled or '(' + escape(calls.opening) + ')'}(?s:.*)/")
-    token = f"<[{','.join(map(str, others))}]>" if others else ""
-    free = writer.rule(f"({text} {token})* {text}" if token else text)
-    head, rest = writer.cut(calls.opening)
-    if not rest:
-        begin = writer.rule(f"{text} {quoted(head)}", lazy=True)
-    elif head:
-        begin = f"{writer.terminal(f'({text}) {quoted(head)}')} {writer.literal(rest)}"
-    else:
-        begin = f"{text} {writer.literal(rest)}"
-    if token:
-        begin = f"({text} {token})* {begin}"
+    body = f"/(?s:.*)/ & ~/(?s:.*)({calls.spelled or escape(calls.opening)})(?s:.*)/"
+    text = writer.terminal(body)
+    pieces = f"({text} <[{','.join(map(str, others))}]>)*" if others else ""
+    begin, free = _sequence(pieces, writer.until(body, calls.opening)), _sequence(pieces, text)
     if calls.block:
         return f"({begin} {_in_block(writer, calls, call, parallel)} | {free})"
     return f"({begin} {call}){'*' if parallel else '?'} {free}"
@@ -150,7 +142,9 @@ def arguments(function: Function) -> str:
     if kinds != "object" and "object" not in kinds:
         raise ChatError(f"the parameters of {function.name!r} must be a schema of objects, not of {kinds}")
     if "properties" in spec and not {"additionalProperties", "anyOf", "oneOf", "allOf", "$ref"} & spec.keys():
-        spec["additionalProperties"] = False
+        named = dict.fromkeys(spec.get("required", ()), True)
+        spec |= {"properties": {**spec["properties"], **{k: v for k, v in named.items() if k not in spec["properties"]}},
+                 "additionalProperties": False}
     return json_rule({**spec, "type": "object", "x-guidance": _COMPACT})
 
 
@@ -362,7 +356,6 @@ def strings(case: Mapping, bare: Bare) -> list[str]:
     listed = constraints.values(case)
     if listed is not None:
         return [quoted(text) for text in listed if not re.search(bare.forbidden, text)]
-    constraints.check_string(case)
     low, high = case.get("minLength", 0), case.get("maxLength")
     length = f"/(?s:.{{{low},{'' if high is None else high}}})/" if low or high is not None else ANY
     body = bare.text(length)
@@ -373,8 +366,6 @@ def strings(case: Mapping, bare: Bare) -> list[str]:
 
 def _searched(pattern: str) -> str:
     """The terminal of the texts in which a pattern is found (ECMA-262 there, anchored nowhere)."""
-    if not isinstance(pattern, str):
-        raise ChatError(f"pattern is {pattern!r}; a string is expected")
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[1 if starts else 0:len(pattern) - 1 if ends else len(pattern)]
     if (starts or ends) and _alternates(inner):

@@ -17,6 +17,7 @@ class Only:
 
     def __init__(self, tokens, size, ends, stays=False):
         self.tokens, self.size, self.ends, self.stays = list(tokens), size, list(ends), stays
+        self.demanding = not stays
         self.begun = []
 
     def begin(self, after_reasoning):
@@ -114,8 +115,9 @@ def test_reasoning_before_a_grammar_neither_ends_the_answer_nor_calls(talk):
     tape = [talk.tokenizer.eos_id, dsml, *spell(talk, "</think>")]
     generation, steps = play(talk, tape, grammar=only(talk, "AB"))
     assert answer(steps).text == "AB" and dsml not in generation.generated
-    generation, _ = play(talk, [talk.tokenizer.eos_id])
-    assert generation.finish == Finish.LENGTH and not generation.generated
+    for free in (None, only(talk, "", stays=True)):  # where no answer is demanded, an end is an unfinished answer
+        generation, _ = play(talk, [talk.tokenizer.eos_id], grammar=free)
+        assert generation.finish == Finish.LENGTH and not generation.generated
 
 
 def test_the_last_byte_of_a_marker_is_the_last_of_its_token():

@@ -82,6 +82,15 @@ def test_arguments_are_valid_for_any_schema(family, seeds):
     assert finished > len(seeds) / 2
 
 
+@pytest.mark.parametrize("family", [family for family in ONE_OF_EACH_SYNTAX if family != PROTOCOLS["k2"]])
+def test_what_is_required_comes_even_where_the_schema_does_not_describe_it(family):
+    talk = conversation(family)
+    tools = [tool("f", {"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]})]
+    _, generation = begin(talk, tools, grammar=for_calls(talk, tools, "required", False), thinking_budget=0)
+    answer = noise(talk, generation, 2)
+    assert generation.finish == Finish.LENGTH or "b" in json.loads(answer.calls[0].arguments)
+
+
 @BY_FAMILY
 def test_a_named_tool_is_the_one(family):
     talk = conversation(family)
