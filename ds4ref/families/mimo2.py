@@ -22,7 +22,7 @@ from ..state import Ring, Rows
 ARCHITECTURES = ("mimo2",)
 OPTIONS = {}
 
-LONGEST_DRAFT = 8  # of a single block; several draft one token each
+LONGEST_DRAFT = 1  # of a single block; several draft one token each
 
 
 @dataclass(frozen=True)

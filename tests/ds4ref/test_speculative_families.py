@@ -188,6 +188,16 @@ QUICK = ("k2-horizon", "mimo2", "qwen35")  # rows alone, rings, recurrences: the
 REAL = [(arch, sidecar) for arch, (_, sidecars) in FAMILIES.items() for sidecar in sidecars]
 
 
+def best(logits):
+    return int(np.argmax(logits))
+
+
+def memory(draft):
+    """All that a drafter keeps, as bytes."""
+    blocks = [{name: block[name].snapshot() for name in block.layout} for block in draft.blocks]
+    return pickle.dumps((draft.tokens, blocks, draft.hidden))
+
+
 @pytest.mark.parametrize(("arch", "sidecar"), REAL, ids=[f"{arch}-{sidecar or 'embedded'}" for arch, sidecar in REAL])
 def test_a_drafter_leaves_no_trace_and_meets_the_target(arch, sidecar):
     """Proposing changes nothing; a draft that began late proposes too; what it proposes is judged, and the answer is plain."""
@@ -200,14 +210,20 @@ def test_a_drafter_leaves_no_trace_and_meets_the_target(arch, sidecar):
     assert list(run(speculator, made)) == steps and made.generated == expected.generated
     assert state.tokens == [*prompt, *made.generated[:-1]] and np.array_equal(state.logits, cold(state.tokens))
     assert speculator.drafted > 0 and speculator.draft.tokens == state.tokens
-    before = pickle.dumps([block.snapshot() for block in speculator.draft.blocks])
-    first, again = (drafter.propose(speculator.draft, 3, drafter.longest, lambda row: int(np.argmax(row))) for _ in range(2))
+    straight = Speculator(model, model.new_state(), drafter, 1)
+    for token in state.tokens:
+        straight.feed(token)
+    assert memory(speculator.draft) == memory(straight.draft), "trials leave the drafter where plain feeding does"
+    before = memory(speculator.draft)
+    first, again = (drafter.propose(speculator.draft, 3, drafter.longest, best) for _ in range(2))
     assert first == again and len(first) == drafter.longest
-    assert pickle.dumps([block.snapshot() for block in speculator.draft.blocks]) == before
+    assert memory(speculator.draft) == before
     late = Speculator(model, state, drafter, 1)
-    assert late.draft.start == state.length
-    late.feed(3)
-    assert len(drafter.propose(late.draft, 5, 1, lambda row: int(np.argmax(row)))) == (arch != "mimo2" or sidecar is None)
+    assert late.draft.start == state.length and drafter.propose(late.draft, 5, 1, best) == []
+    waits = sidecar == "dflash.gguf"  # until it has seen its window
+    for token in range(4):
+        late.feed(token)
+        assert len(drafter.propose(late.draft, 5, drafter.longest, best)) == (0 if waits else drafter.longest)
 
 
 def test_a_draft_is_followed_only_where_its_sequence_is():
