@@ -138,7 +138,7 @@ class Keeper:
     def _save(self, bank, note, reason):
         """Write the bank's state as it stands."""
         tokens = bank.state.tokens
-        if self._saved(tokens, bank.state.snapshot(), reason):
+        if self._saved(tokens, bank.state.snapshot, reason):
             note.saved = len(tokens)
 
     def _save_mark(self, bank, note, reason):
@@ -152,13 +152,18 @@ class Keeper:
         checkpoint = self._reuser.pool.best(np.array(tokens, np.int64), n)
         if checkpoint is not None and len(checkpoint.tokens) != n:
             checkpoint = None
-        snapshot = banks.cut(bank.state.snapshot(), n, self._layout, checkpoint)
-        if snapshot is not None:
-            self._saved(tokens[:n], snapshot, reason)
+        self._saved(tokens[:n], lambda: banks.cut(bank.state.snapshot(), n, self._layout, checkpoint), reason)
 
-    def _saved(self, tokens, snapshot, reason):
-        result = self.store.save(self.text_of(tokens), snapshot, reason)
-        if isinstance(result, Saved):
-            return True
-        log.debug("%s record of %d tokens: %s", reason.name.lower(), len(tokens), result.reason)
+    def _saved(self, tokens, take, reason):
+        """Whether a record of ``tokens`` is there now. take: () → their snapshot, or None where it cannot be had; only called
+        where the store might write it, since it copies the whole state."""
+        text = self.text_of(tokens)
+        refusal = self.store.refusal(text, len(tokens))
+        if refusal is None and (snapshot := take()) is not None:
+            result = self.store.save(text, snapshot, reason)
+            if isinstance(result, Saved):
+                return True
+            refusal = result.reason
+        if refusal is not None:
+            log.debug("%s record of %d tokens: %s", reason.name.lower(), len(tokens), refusal)
         return False

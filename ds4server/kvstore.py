@@ -6,7 +6,7 @@ at the same time. A file is
     absent → temporary → record → absent        record → record: replaced by a whole one, or its hits counted in place
 
 What a record says of itself is read once per change of the file and remembered
-(:class:`_Entry`); what it holds is checked when it is loaded, all of it, through one descriptor: text against the name,
+(:mod:`kvlisting`); what it holds is checked when it is loaded, all of it, through one descriptor: text against the name,
 checksums, identity, layout, and at last the tokens. Text only finds a record; tokens decide. A record that contradicts itself
 is deleted, one that cannot be used here is not tried again, and neither ever fails a request.
 
@@ -20,10 +20,7 @@ import errno
 import logging
 import os
 import re
-import stat
-import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,15 +28,15 @@ from pathlib import Path
 import numpy as np
 
 from ds4ref import reuse, snapshots
-from ds4ref.state import Snapshot, State
+from ds4ref.state import Compressed, Ring, Snapshot, State
 
 from . import kvfiles, kvrecord
+from .kvlisting import Listing
 from .kvpolicy import Options, eviction_score
 from .kvrecord import Flag, Header, NotRecord, Reason, RecordError
 
 TEMPORARY = re.compile(r"(\.payload|[0-9a-f]{40}\.kv\.tmp)\.\d+\.\d+")
 ATTEMPTS = 4  # records read for one prompt
-HEAD_BYTES = 256  # of a text, remembered
 BLOCK = 1 << 16  # of a text, read at a time
 TOOL_MAP_IDS = 100_000
 TOOL_MAP_BYTES = 512 << 20
@@ -151,23 +148,6 @@ class Refused:
     reason: str
 
 
-@dataclass
-class _Entry:
-    """A file as it was when it was last looked at; ``key`` changes when the file does. header: None where it has none."""
-
-    name: str
-    key: tuple
-    header: Header | None = None
-    digest: bytes | None = None
-    head: bytes = b""
-    ids: frozenset | None = None
-    """The tool calls in it, once somebody asked."""
-
-    @property
-    def size(self):
-        return self.key[1]
-
-
 class Store:
     """The records in ``directory``. Any thread may call ``tool_blocks`` and ``usage``; the rest is for one thread at a time.
 
@@ -178,12 +158,10 @@ class Store:
         self.directory, self.budget, self.form, self.options = Path(directory), budget, form, options
         self.identity = identity
         self._clock, self._log = clock, log
-        self._entries = {}
-        self._refused = {}  # name → key of a file that proved useless here
-        self._lock = threading.RLock()
         self._disabled = None
-        names = ("hits", "evictions", "error.read", "error.write", "error.full", "error.damaged")
-        self.counts = Counter(dict.fromkeys((*names, *(f"miss.{reason}" for reason in reuse.MISSES)), 0))
+        self._listing = Listing(self.directory, log)
+        self.counts = self._listing.counts
+        self.counts.update(dict.fromkeys(("hits", "evictions", *(f"miss.{reason}" for reason in reuse.MISSES)), 0))
 
     @classmethod
     def open(cls, directory, budget, form, options=DEFAULTS, identity=None, clock=time.time, log=None):
@@ -208,7 +186,7 @@ class Store:
     def usage(self):
         """(records, bytes) of everybody in the directory."""
         try:
-            entries = self._scan()
+            entries = self._listing.scan()
         except OSError:
             return 0, 0
         return len(entries), sum(entry.size for entry in entries)
@@ -238,9 +216,9 @@ class Store:
         A record whose whole text begins the prompt, the longest; or, where states can be cut anywhere, one that shares more.
         """
         try:
-            entries = [entry for entry in self._scan() if entry.name not in passed]
+            entries = [entry for entry in self._listing.scan() if entry.name not in passed]
         except OSError as error:
-            self._failed("read", "could not be listed", error)
+            self._listing.failed("read", "could not be listed", error)
             return Miss(reuse.NO_CHECKPOINT)
         names = kvrecord.prefix_names(self.identity, query.text, {entry.header.text_bytes for entry in entries})
         cuts = query.partial and not reuse.needs_checkpoints(self.form.layout)
@@ -283,7 +261,7 @@ class Store:
             or header.context > form.context
             or (self.options.reject_different_quant and header.quant_bits != form.quant_bits)
             or bool(header.flags & Flag.MEDIA) != media
-            or self._refused.get(entry.name) == entry.key
+            or self._listing.useless(entry)
         ):
             return reuse.MISMATCH
         return reuse.SHORT if header.tokens < self.options.min_tokens else None
@@ -316,16 +294,16 @@ class Store:
         except FileNotFoundError:
             pass  # another server needed the room
         except (NotRecord, snapshots.ForeignSnapshot) as error:
-            self._pass_over(candidate.name, key, error)
+            self._listing.pass_over(candidate.name, key, error)
         except (RecordError, snapshots.SnapshotError, EOFError) as error:
-            self._discard(candidate.name, key, error)
+            self._listing.discard(candidate.name, key, error)
         except (OSError, MemoryError) as error:
-            self._pass_over(candidate.name, key, error)
+            self._listing.pass_over(candidate.name, key, error)
             self.counts["error.read"] += 1
         return Miss(reuse.MISMATCH)
 
     def _load(self, fd, key, candidate):
-        entry, query = self._examined(fd, candidate.name, key), candidate.query
+        entry, query = self._listing.examined(fd, candidate.name, key), candidate.query
         if refusal := self._refusal(entry, query.media):
             return Miss(refusal)
         header, text, tool_map = self._envelope(fd, entry)
@@ -370,8 +348,7 @@ class Store:
 
     def _touch(self, fd, name):
         """Count a hit, in place. Failing is harmless."""
-        with self._lock:
-            self._entries.pop(name, None)  # a clock tick may pass before the file's time tells that it changed
+        self._listing.look_again(name)
         with suppress(OSError):
             if kvfiles.try_lock(fd):
                 (hits,) = kvrecord.U32.unpack(os.pread(fd, 4, kvrecord.HITS_AT))
@@ -382,7 +359,7 @@ class Store:
         """Id → block, both bytes, of those of ``ids`` that a record of this family, whatever its identity, names."""
         wanted, found = set(ids), {}
         try:
-            entries = self._scan() if wanted else []
+            entries = self._listing.scan() if wanted else []
         except OSError:
             return found
         for entry in entries:
@@ -394,7 +371,7 @@ class Store:
             try:
                 blocks = self._tool_map(entry, wanted)
             except (RecordError, EOFError) as error:
-                self._discard(entry.name, entry.key, error)
+                self._listing.discard(entry.name, entry.key, error)
             except (NotRecord, OSError, MemoryError):
                 self.counts["error.read"] += 1
             else:
@@ -409,7 +386,7 @@ class Store:
         with kvfiles.opened(self.directory / entry.name) as fd:
             key = kvfiles.version(os.fstat(fd))
             if key != entry.key:  # it was replaced or used this moment
-                entry = self._examined(fd, entry.name, key)
+                entry = self._listing.examined(fd, entry.name, key)
             if not entry.header.readable:
                 return {}
             if entry.ids is None:
@@ -452,16 +429,24 @@ class Store:
         )  # fmt: skip
         return self._write(name, [header.encode(), key_text, *payload, sections])
 
-    def _not_saved(self, key_text, snapshot, tool_map):
-        """Why a state is not worth or not able to be written, or None."""
-        n, least = len(snapshot.tokens), self.options.min_tokens
-        map_bytes = sum(map(len, tool_map)) + sum(map(len, tool_map.values()))
+    def refusal(self, key_text, tokens):
+        """Why a state of so many tokens under ``key_text`` is not worth or not able to be written, as far as can be told
+        without it (rings and open blocks may hold less than their layout), or None."""
+        least = self.options.min_tokens
         if self._disabled:
             return self._disabled
-        if not least <= n <= self.form.context:
-            return f"{n} tokens, records have {least} to {self.form.context}"
+        if not least <= tokens <= self.form.context:
+            return f"{tokens} tokens, records have {least} to {self.form.context}"
         if not 1 <= len(key_text) <= kvrecord.MOST_TEXT:
             return f"key text of {len(key_text)} bytes, records have 1 to {kvrecord.MOST_TEXT}"
+        held = sum(kind.values(tokens) for kind in self.form.layout.values() if not isinstance(kind, Compressed | Ring))
+        return self._too_large(held * np.dtype(self.form.identity.dtype).itemsize + len(key_text))
+
+    def _not_saved(self, key_text, snapshot, tool_map):
+        """:meth:`refusal` with the state at hand."""
+        n, map_bytes = len(snapshot.tokens), sum(map(len, tool_map)) + sum(map(len, tool_map.values()))
+        if refusal := self.refusal(key_text, n):
+            return refusal
         if len(tool_map) > TOOL_MAP_IDS or map_bytes > TOOL_MAP_BYTES:
             limits = f"records have at most {TOOL_MAP_IDS} and {TOOL_MAP_BYTES}"
             return f"tool map of {len(tool_map)} ids and {map_bytes} bytes, {limits}"
@@ -476,7 +461,7 @@ class Store:
         """(entry, tool map) of the record of that name where it serves as well as a new one, or None."""
         try:
             with kvfiles.opened(self.directory / name) as fd:
-                entry = self._examined(fd, name, kvfiles.version(os.fstat(fd)))
+                entry = self._listing.examined(fd, name, kvfiles.version(os.fstat(fd)))
                 if self._refusal(entry, media) or entry.header.tokens != tokens:
                     return None
                 return entry, self._envelope(fd, entry)[2]
@@ -518,12 +503,12 @@ class Store:
             self.counts["error.full"] += 1
             self._log.warning("disk store %s: %s; nothing more is saved", self.directory, error.strerror)
         else:
-            self._failed("write", "a record could not be written", error)
+            self._listing.failed("write", "a record could not be written", error)
         return Refused(f"not written: {error.strerror or error}")
 
     def _make_room(self, incoming=0, spare=None):
         """Delete what is worth least until ``incoming`` bytes fit, ``spare`` (about to be replaced) apart. Whether they do."""
-        now, entries = self._clock(), [entry for entry in self._scan() if entry.name != spare]
+        now, entries = self._clock(), [entry for entry in self._listing.scan() if entry.name != spare]
         total = sum(entry.size for entry in entries)
 
         def worth(entry):
@@ -540,68 +525,10 @@ class Store:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                self._failed("write", "a record could not be deleted", error)
+                self._listing.failed("write", "a record could not be deleted", error)
                 return False
             total -= entry.size
         return total + incoming <= self.budget
-
-    # The directory
-
-    def _scan(self):
-        """The records in the directory as they are now. OSError where it cannot be listed."""
-        found = {}
-        with self._lock, os.scandir(self.directory) as listing:
-            for item in listing:
-                if not kvrecord.NAME.fullmatch(item.name):
-                    continue
-                with suppress(OSError):
-                    status = item.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        known = self._entries.get(item.name)
-                        found[item.name] = known if known and known.key == kvfiles.version(status) else self._examine(item.name)
-            self._entries = found
-            self._refused = {name: key for name, key in self._refused.items() if name in found}
-        return [entry for entry in found.values() if entry.header]
-
-    def _examine(self, name):
-        """What a file says of itself. OSError."""
-        key = None
-        try:
-            with kvfiles.opened(self.directory / name) as fd:
-                key = kvfiles.version(os.fstat(fd))
-                return self._examined(fd, name, key)
-        except NotRecord:
-            pass
-        except RecordError as error:
-            self._discard(name, key, error)
-        return _Entry(name, key)
-
-    def _examined(self, fd, name, key):
-        """NotRecord, RecordError, OSError."""
-        data, at = os.pread(fd, kvrecord.HEADER.size + HEAD_BYTES, 0), kvrecord.HEADER.size
-        header = Header.decode(data[:at], key[1])
-        digest = None
-        if header.readable and header.flags & Flag.IDENTITY:
-            footer = kvrecord.FOOTER.size
-            digest = kvrecord.decode_footer(os.pread(fd, footer, key[1] - footer))
-        return _Entry(name, key, header, digest, data[at : header.payload_at])
-
-    def _discard(self, name, key, error):
-        """Delete a record that contradicts itself; where it cannot be deleted it is not tried again."""
-        self._pass_over(name, key, error)
-        self.counts["error.damaged"] += 1
-        with suppress(OSError):
-            if kvfiles.version(os.stat(self.directory / name, follow_symlinks=False)) == key:
-                os.unlink(self.directory / name)
-
-    def _pass_over(self, name, key, error):
-        self._log.warning("disk store %s: %s is not used: %s", self.directory, name, error)
-        with self._lock:
-            self._refused[name] = key
-
-    def _failed(self, kind, what, error):
-        self.counts[f"error.{kind}"] += 1
-        self._log.warning("disk store %s: %s: %s", self.directory, what, error.strerror or error)
 
 
 def _leaves_suffix(entry, query):

@@ -20,6 +20,8 @@ RECORD = Path(__file__).with_name("qualification.json")
 
 REUSE = {"reuse_support": capabilities.QUALIFIED, "exact_support": capabilities.QUALIFIED}
 SNAPSHOT = {"snapshot": capabilities.QUALIFIED}
+BANKS = {"bank_support": capabilities.QUALIFIED, "qualified_banks": 2}
+DISK = {"disk": capabilities.QUALIFIED}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Gate:
 
 _FAMILIES = "tests/ds4ref/test_reuse_families.py::"
 _SNAPSHOTS = "tests/ds4ref/test_snapshots.py::"
+_GATES = "tests/ds4server/test_gates.py::"
 GATES = (
     Gate("reference", REUSE, (
         _FAMILIES + "test_no_history_changes_an_answer[{arch}-model]",
@@ -47,7 +50,12 @@ GATES = (
         *(_SNAPSHOTS + f"test_any_state_comes_back[{{arch}}-model-{n}]" for n in (0, 1, 5, 40)),
         _SNAPSHOTS + "test_mutations_are_refused[{arch}-model]",
     )),
-    Gate("cpu", REUSE, ("tests/ds4server/test_gates.py::test_reuse_on_the_device[{arch}]",), slow=True),
+    Gate("cpu", REUSE, (_GATES + "test_reuse_on_the_device[{arch}]",), slow=True),
+    *(Gate(backend, BANKS, (_GATES + f"test_two_banks[{backend}-{{arch}}]",), slow=True) for backend in ("reference", "cpu")),
+    *(
+        Gate(backend, fields, (_GATES + f"test_records_over_restarts[{backend}-{{arch}}]",), slow=True)
+        for backend, fields in (("reference", DISK), ("cpu", DISK | SNAPSHOT))
+    ),
 )  # fmt: skip
 
 

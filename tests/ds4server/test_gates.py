@@ -1,26 +1,59 @@
 """Gates of the capability table that no other test stands for; ``python -m ds4server.qualify`` records what holds."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from runs import reference, runs
 
-pytest.importorskip("jax", reason="JAX is not installed")
-
-from ds4jax import FAMILIES
-from ds4jax.model import Model
+from ds4ref.generation import Generation
 from ds4ref.reuse import Policy, Reuser
+from ds4ref.sampling import SamplingParams
+from ds4ref.snapshots import Identity
+from ds4ref.stop import StopPolicy
+from ds4ref.tokenizer import Tokenizer
+from ds4server import assembly
+from ds4server.jobs import Job
+from ds4server.keeper import Keeper
+from ds4server.kvpolicy import Options
+from ds4server.kvstore import Form, Store
+from ds4server.lanes import CONTINUOUS, Environment, Needs
+from ds4server.scheduler import Schedule, Scheduler
+
+from .test_scheduler import arrive, drain, one_pass
 
 RUNS = {run.arch: run for run in runs() if run.artifact == "model.gguf" and run.cases == "cases.npz"}
+CONTEXT = 256
+TOLERANCE = {"reference": 0, "cpu": 1e-3}
+OPTIONS = Options(min_tokens=8, cold_max=100, continued_interval=16, trim=2, align=8, persist_min=8)
+QUICK = ("reference", "step35")  # what runs always
+
+
+@cache
+def on_device(arch):
+    """A golden artifact with two banks, for which few programs are compiled. Kept, since several tests share it."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    from ds4jax.model import Model
+
+    path = RUNS[arch].path("model.gguf")
+    return Model.open(path, context=CONTEXT, banks=2, chunk=16, sizes=(16,), least_bucket=CONTEXT)
+
+
+def opened(backend, arch):
+    """A golden artifact on a backend, all of its banks free."""
+    if backend == "reference":
+        return reference(RUNS[arch])
+    model = on_device(arch)
+    model._free = list(range(model.banks))
+    return model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", sorted(set(RUNS) & set(FAMILIES)))
+@pytest.mark.parametrize("arch", sorted(RUNS))
 def test_reuse_on_the_device(arch):
     """Appends, edits and repetitions over two device banks: every admission's logits are those of the reference, cold."""
-    run = RUNS[arch]
-    cold = reference(run)
-    model = Model.open(run.path("model.gguf"), context=256, banks=2, chunk=16, sizes=(1, 16), least_bucket=256)
-    reuser = Reuser(model.new_state, 256, 2, Policy("partial", minimum=4), slots=6, every=16)
+    cold, model = reference(RUNS[arch]), opened("cpu", arch)
+    reuser = Reuser(model.new_state, CONTEXT, 2, Policy("partial", minimum=4), slots=6, every=16)
     rng, prompt, kinds = np.random.default_rng(6), [1, 2, 3, 4, 5, 6], set()
     for turn in range(14):
         more = rng.integers(0, min(500, model.vocabulary), 12).tolist()
@@ -40,3 +73,89 @@ def test_reuse_on_the_device(arch):
         assert np.abs(state.logits - cold.prefill(cold.new_state(), prompt)).max() <= 1e-3
         reuser.retire(admission.bank)
     assert {"cold", "partial"} <= kinds and kinds & {"exact", "fork"}, kinds
+
+
+# Two banks, and a disk
+
+
+@cache
+def tokenizer(arch):
+    return Tokenizer.from_artifact(reference(RUNS[arch]).artifact)
+
+
+def served(backend, arch, directory=None):
+    """A scheduler over two banks of a golden artifact, with the records in ``directory``."""
+    model = opened(backend, arch)
+    reuser = Reuser(model.new_state, CONTEXT, 2, Policy("partial", minimum=4), slots=6, every=16)
+    store = None
+    if directory is not None:
+        form = Form(1, 8, CONTEXT, model.layout, Identity.of(model))
+        store = Store.open(directory, 1 << 30, form, OPTIONS, bytes(32))
+    text_of = assembly.text_of(tokenizer(arch))
+    found = Scheduler(
+        model, reuser, Keeper(store, reuser, text_of, OPTIONS, 4), lambda job, event: found.settled.append(job),
+        Environment(driver=True, width=2), Schedule(16, 8), grouped=backend != "reference",
+    )  # fmt: skip
+    found.settled = []
+    return found
+
+
+def job(arch, prompt, budget):
+    generation = Generation(tokenizer(arch), prompt, SamplingParams(temperature=0), budget, CONTEXT, StopPolicy(frozenset()))
+    return Job(generation, "openai_chat", "gate", needs=Needs(len(prompt), budget, greedy=True))
+
+
+def check(backend, arch, done):
+    """Every token of an answer is what the reference, which has seen nothing else, thinks best or as good as that."""
+    assert done.outcome == "completed" and done.lane == CONTINUOUS
+    generation, cold = done.generation, reference(RUNS[arch])
+    state = cold.new_state()
+    logits = cold.prefill(state, generation.prompt)
+    assert len(generation.generated) == generation.budget
+    for token in generation.generated:
+        assert logits[token] >= logits.max() - 2 * TOLERANCE[backend]
+        logits = cold.step(state, token)
+    assert done.cached + done.computed == len(generation.prompt)
+
+
+def gate(test):
+    """``test`` on every family and backend: always where that is quick, else in long runs."""
+    cases = [(backend, arch) for backend in TOLERANCE for arch in sorted(RUNS)]
+    params = [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow, id="-".join(case)) for case in cases]
+    return pytest.mark.parametrize(("backend", "arch"), params)(test)
+
+
+@gate
+def test_two_banks(backend, arch):
+    """Rows join two banks while others prefill and decode, continue each other's sequences, and are cold runs all the same."""
+    found, rng = served(backend, arch), np.random.default_rng(8)
+    new = lambda n: rng.integers(0, 500, n).tolist()  # noqa: E731
+    first, second = new(20), new(9)
+    prompts = [first, second, first[:14] + new(5), second + new(12), new(6), first + new(4)]
+    jobs, together = [job(arch, prompt, 5) for prompt in prompts], 0
+    for made in jobs:
+        arrive(found, made)
+        for _ in range(4):
+            one_pass(found)
+            together = max(together, len(found.rows))
+    drain(found)
+    assert together == 2 and {done.reuse_kind for done in jobs} >= {"cold", "partial"} and len(found.settled) == len(jobs)
+    for done in jobs:
+        check(backend, arch, done)
+
+
+@gate
+def test_records_over_restarts(backend, arch, tmp_path):
+    """A conversation over a clean end and an abrupt one: each time a record serves, and no answer changes."""
+    rng, prompt = np.random.default_rng(9), np.random.default_rng(9).integers(0, 500, 20).tolist()
+    for start in range(3):
+        found = served(backend, arch, tmp_path)
+        done = job(arch, prompt, 4)
+        arrive(found, done)
+        drain(found)
+        check(backend, arch, done)
+        assert (done.cached > 0) == (start > 0), (start, done.reuse_miss)
+        prompt = prompt + done.generation.generated + rng.integers(0, 500, 6).tolist()
+        if start == 0:
+            found.keeper.close()
+    assert list(tmp_path.glob("*.kv"))

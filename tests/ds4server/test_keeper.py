@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4ref import reuse, snapshots
+from ds4ref.state import State
 from ds4server import kvrecord
 from ds4server.keeper import Keeper
 from ds4server.kvpolicy import Options
@@ -174,6 +175,22 @@ def test_a_conversation_whose_tokens_changed_is_named(tmp_path):
     found = opened(tmp_path, DRIVER, mode="exact")
     first = ask(found, [*range(20, 40), *parts], budget=1)
     assert ask(found, [*range(20, 40), whole, *first.generation.generated, 3]).reuse_miss == reuse.CHANGED
+
+
+@pytest.mark.parametrize(("kept", "sentence"), [({"budget": 30}, "exceeds the budget"), ({"broken": "full"}, "full")])
+def test_no_state_is_copied_for_a_store_that_refuses(tmp_path, monkeypatch, kept, sentence):
+    broken = kept.pop("broken", None)
+    found = opened(tmp_path, **kept)
+    found.keeper.store._disabled = broken
+    assert sentence in found.keeper.store.refusal(text_of(range(80)), 80)
+
+    def never(state):
+        raise AssertionError("the state was copied")
+
+    monkeypatch.setattr(State, "snapshot", never)
+    ask(found, range(80))
+    found.keeper.close()
+    assert written(tmp_path) == []
 
 
 TURNS = st.lists(

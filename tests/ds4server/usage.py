@@ -5,7 +5,7 @@ checkpoints are taken at the end of the first. Use is measured twice: by item, a
 the arrays that are alive and of the largest program's temporaries by XLA's own account; and as the growth of the process while
 the model is loaded and while it is used: anonymous memory, of which the most is taken, and resident pages of the model file
 where the backend computes with them. What compiling a program leaves behind is between the two phases and counted in neither
-(``programs``).
+(``programs``), nor what loading any model on JAX leaves behind.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import numpy as np
@@ -132,9 +133,12 @@ def main(backend, path, context, banks, slots):
         import jax.numpy as jnp
 
         from ds4jax.compilation import enable_cache
+        from ds4jax.model import Model as OnDevice
 
         enable_cache()
         jnp.dot(jnp.ones((64, 64)), jnp.ones((64, 64))).block_until_ready()
+        with as_file(files("ds4server") / "tiny.gguf") as tiny:  # what loading any model leaves behind
+            OnDevice.open(tiny, context=16)
     np.dot(np.ones((512, 512), np.float32), np.ones((512, 512), np.float32))
     phases, rng = {}, np.random.default_rng(3)
     found = evidence.before_open(request, Path(path))
@@ -145,7 +149,7 @@ def main(backend, path, context, banks, slots):
         states = [bank.state for bank in reuser.banks]
         time.sleep(0.01)
     before = anonymous()
-    facts = evidence.after_open(found, model, reuser, None)
+    facts = evidence.after_open(found, model, reuser, None, plan.effective["max_seqs"])
     after = resolve(request, found.row, facts)
     if backend == "jax":  # every program once, before its use is measured
         use(model, states[:1], reuse.CheckpointPool(0), context, 1, rng)
