@@ -240,7 +240,7 @@ def schema_of(response_format):
 
 def _compiled(compiled, calls, text, demanding=True):
     try:
-        return Grammar(compiled, text(False), text(True) if calls.turn else None, demanding)
+        return Grammar(compiled, text(False), text(True) if calls.turn or calls.own_lines else None, demanding)
     except ChatError as error:
         raise GrammarError(f"the tools cannot be enforced: {error}") from None
 

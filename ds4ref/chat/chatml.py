@@ -58,7 +58,7 @@ def calls(syntax: Syntax) -> grammars.Calls:
     before = f"\n{syntax.call.before}{{name}}{syntax.call.after}\n"
     key = (syntax.parameter.before, syntax.parameter.after + newline)
     after = f"{syntax.call.closing}\n{syntax.closing}"
-    return grammars.Calls(syntax.opening, grammars.bare_call(before, after, key, bare, "\n"))
+    return grammars.Calls(syntax.opening, grammars.bare_call(before, after, key, bare, "\n"), own_lines=syntax.own_lines)
 
 
 def native_effort(options: Options) -> str | None:

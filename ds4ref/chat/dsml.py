@@ -481,8 +481,9 @@ class Parser:
         if not self._calls:
             self._state = "TEXT"
             return True
-        if closed and not self._bare and not self._repaired:
-            self.block = self._space + self._raw
+        if (closed or self._single) and not self._bare and not self._repaired:
+            # A block that was left after its first call is replayed with the ending that the model would have written.
+            self.block = self._space + self._raw + ("" if closed else f"\n{self._closers['tool_calls']}")
         self._state, self._space, self._buffer = "END", "", ""
         self.stopped = True
         return False

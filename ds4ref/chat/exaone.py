@@ -47,7 +47,7 @@ Parser = partial(Answer, FORMAT)
 
 STOPS = (END, "[EOS]")
 MARKERS = FORMAT.markers
-CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>"))
+CALLS = grammars.Calls("<tool_call>", grammars.json_call("", "</tool_call>"), own_lines=True)
 
 _LITERALS = frozenset({"<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tool_declare|>", "<tool_result>",
                        "</tool_result>", "<tool>", "</tool>", "[BOS]", *STOPS, *MARKERS})

@@ -49,7 +49,7 @@ class Calls:
     behind `opening` unless there is a block. block: (behind `opening`, behind each call, at the end) of a block; None:
     calls stand alone, with or without newlines between them. turn: the marker in front of each message but the first, where
     an answer is several; text: the markers around visible text. spelled: what free text must not hold, as a regular
-    expression.
+    expression. own_lines: whether newlines behind the reasoning are no text (`framed.Format`).
     """
 
     opening: str
@@ -58,6 +58,7 @@ class Calls:
     turn: str = ""
     text: tuple[str, str] = ("", "")
     spelled: str = ""
+    own_lines: bool = False
 
 
 def functions(tools: Iterable[Mapping], *, constrained: Callable[[Mapping], bool] = lambda function: True) -> list[Function]:
@@ -116,7 +117,7 @@ def visible(writer: Writer, calls: Calls, body: str, after_reasoning: bool) -> s
     """The expression of an answer whose visible text is `body`."""
     if calls.turn:
         return _sequence(writer.literal(calls.turn) if after_reasoning else "", calls_text(writer, calls, body))
-    return f"{writer.terminal(SPACE)}? {body}"
+    return f"{writer.terminal(SPACE)}? {body}" if after_reasoning and calls.own_lines else body
 
 
 def calls_text(writer: Writer, calls: Calls, body: str) -> str:

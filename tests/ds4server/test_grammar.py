@@ -219,6 +219,7 @@ def test_visible_text_follows_the_format_and_reasoning_is_free(family, form):
         answer = noise(talk, generation, seed)
         if generation.finish != Finish.LENGTH:
             value = json.loads(answer.text)
+            assert answer.text[0] == "{"
             assert generation.finish == Finish.STOP and isinstance(value, dict)
             if form["type"] == "json_schema":
                 jsonschema.validate(value, SCHEMA)
