@@ -23,7 +23,7 @@ from .inspection import inspect, report
 from .model import Model
 from .progress import Progress
 from .sampling import SamplingParams, fresh_seed
-from .speculative import Speculator
+from .speculative import Speculator, Stepwise
 from .speculative import run as run_with_drafts
 from .stop import eos_policy
 from .tokenizer import Tokenizer
@@ -281,7 +281,7 @@ def _speculator(args, model):
     width = drafter.longest if args.draft is None else args.draft
     if not 1 <= width <= drafter.longest:
         raise UsageError(f"--draft must be from 1 to {drafter.longest} with this drafter, got {width}")
-    return Speculator(model, model.new_state(), drafter, width)
+    return Speculator(Stepwise(model, model.new_state()), drafter, width)
 
 
 def answer_of(args, model):

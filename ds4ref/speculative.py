@@ -21,7 +21,8 @@ or from what is left of it, lane 1 draws a draft from q, lane 2 decides whether 
 history of trials. It need not be the text without drafts, but for temperature 0, where it is, token for token.
 
 The target computes one token at a time, so that what it has after a roll back is bit for bit what it would have had without
-drafts. Knows nothing about families, files or text: any model with ``step`` and any drafter with the verbs of ``drafting``.
+drafts. Knows nothing about families, files or text: any target with the verbs of :class:`Stepwise`, any drafter with those of
+``drafting``.
 """
 
 from dataclasses import dataclass, field
@@ -104,17 +105,52 @@ class Pace:
             self._resting = self.rest
 
 
+class Stepwise:
+    """A target that computes one token at a time. Another backend offers the same verbs, ``verify`` in one call for all tokens.
+
+    It remembers a checkpoint per token of the trial, which holds what cannot be truncated; the rest is cut in place.
+    """
+
+    def __init__(self, model, state):
+        self.model, self.state = model, state
+        self._marks = []
+
+    def feed(self, token, names):
+        """Consume ``token``; → the traced parts ``names`` of its computation."""
+        taps = {}
+
+        def trace(name, array):
+            if name in names:
+                taps[name] = np.array(array)
+
+        self.model.step(self.state, token, trace)
+        return taps
+
+    def verify(self, tokens, names):
+        """Consume ``tokens`` on trial; → (logits [V] after each, its traced parts ``names``)."""
+        rows, taps, self._marks = [], [], []
+        for token in tokens:
+            taps.append(self.feed(token, names))
+            rows.append(self.state.logits)
+            self._marks.append(self.state.checkpoint())
+        return rows, taps
+
+    def keep(self, n):
+        """Take back all but the first ``n`` ≥ 1 tokens of the trial, as if they had never been."""
+        if n < len(self._marks):
+            self.state.rewind(self._marks[n - 1])
+
+
 @dataclass
 class Speculator:
-    """Drafting for one answer: drives ``model`` on ``state``. Between two calls state and draft stand at the same token.
+    """Drafting for one answer on ``target``. Between two calls its state and the draft stand at the same token.
 
     width: drafts of a trial at most; margin: a draft whose logit leads the second best by less ends the proposal; draft: what
     the drafter kept of this sequence (``drafting.follow`` says whether it still fits); mask: where the answer has a grammar,
     ``mask(drafts)`` → bool [V], what it excludes after so many drafts.
     """
 
-    model: object
-    state: object
+    target: object
     drafter: object
     width: int
     margin: float = 0.0
@@ -132,20 +168,14 @@ class Speculator:
         self.pace = Pace(self.width)
         self.draft = follow(self.drafter, self.draft, self.state)
 
+    @property
+    def state(self):
+        """The target's."""
+        return self.target.state
+
     def feed(self, token):
         """Consume a token that is no draft."""
-        self.drafter.extend(self.draft, token, self._step(token))
-
-    def _step(self, token):
-        """Let the target consume ``token``; → what the drafter reads of it."""
-        taps, wanted = {}, self.drafter.taps
-
-        def trace(name, array):
-            if name in wanted:
-                taps[name] = np.array(array)
-
-        self.model.step(self.state, token, trace)
-        return taps
+        self.drafter.extend(self.draft, token, self.target.feed(token, self.drafter.taps))
 
     def advance(self, generation):
         """One trial from the newest token of ``generation``, which has not finished. → its :class:`Step` list, not empty."""
@@ -153,15 +183,11 @@ class Speculator:
         drafts, qs = self._propose(generation, token)
         # An end token would never be consumed: it is judged, but not computed.
         end = bool(drafts) and generation.policy.is_end(drafts[-1])
-        rows, taps, marks = [], [], []
-        for t in [token, *(drafts[:-1] if end else drafts)]:
-            taps.append(self._step(t))
-            rows.append(self.state.logits)
-            marks.append(self.state.checkpoint())
+        tokens = [token, *(drafts[:-1] if end else drafts)]
+        rows, taps = self.target.verify(tokens, self.drafter.taps)
         steps, judged, kept = self._accept(generation, rows, drafts, qs)
-        if len(steps) < len(marks):
-            self.state.rewind(marks[len(steps) - 1])
-        for t, seen in zip([token, *drafts], taps[: len(steps)], strict=False):
+        self.target.keep(len(steps))
+        for t, seen in zip(tokens, taps[: len(steps)], strict=False):
             self.drafter.extend(self.draft, t, seen)
         if drafts:
             self.trials += 1

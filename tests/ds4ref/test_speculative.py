@@ -12,7 +12,7 @@ from ds4ref import speculative
 from ds4ref.generation import Generation
 from ds4ref.generation import run as run_plain
 from ds4ref.sampling import Counts, SamplingParams, distribution, sample, uniform
-from ds4ref.speculative import Drafted, Pace, Speculator, judge, run
+from ds4ref.speculative import Drafted, Pace, Speculator, Stepwise, judge, run
 from ds4ref.state import State
 from ds4ref.stop import Finish, ReasoningTracker, StopPolicy
 
@@ -276,7 +276,7 @@ def plain(params, model=TARGET, **kwargs):
 
 def speculated(params, drafter=COUSIN, width=4, model=TARGET, margin=0.0, mask=None, **kwargs):
     made, state = generation(params, **kwargs), model.new_state()
-    speculator = Speculator(model, state, ToyDrafter(drafter), width, margin, mask=mask)
+    speculator = Speculator(Stepwise(model, state), ToyDrafter(drafter), width, margin, mask=mask)
     return made, state, list(run(speculator, made)), speculator
 
 
@@ -293,11 +293,17 @@ TRACKER = ReasoningTracker((b"b",), (b"cd", b"e"))
     room=st.integers(0, 30),
     eos=st.sampled_from(["model", "global", "reasoning"]),
     stops=st.sampled_from([(), ("g",), ("ab", "ba"), ("kjk",)]),
-    penalties=st.sampled_from([{}, {"presence_penalty": 0.8, "repetition_penalty": 1.2}, {"logit_bias": {4: 3.0, 5: -100.0}}]),
-)
-def test_greedy_is_what_it_is_without_drafts(seed, drafter, width, margin, budget, room, eos, stops, penalties):
+    more=st.sampled_from([
+        {},
+        {"logprobs": True, "top_logprobs": 3},
+        {"presence_penalty": 0.8, "repetition_penalty": 1.2},
+        {"logit_bias": {4: 3.0, 5: -100.0}},
+    ]),
+)  # fmt: skip
+def test_greedy_is_what_it_is_without_drafts(seed, drafter, width, margin, budget, room, eos, stops, more):
+    """Tokens, events and log-probabilities, step by step, and the state that is left."""
     model = Toy(seed, end=0.5)
-    params = replace(GREEDY, **penalties)
+    params = replace(GREEDY, **more)
     how = {"budget": budget, "context": 2 + room, "eos": eos, "stops": stops, "tracker": TRACKER}
     expected, at, steps = plain(params, model, **how)
     model.furthest = 0
@@ -337,7 +343,7 @@ def test_stopping_in_a_trial_leaves_state_and_answer_in_accord():
     expected, *_ = plain(GREEDY, eos="global", budget=40)
     for taken in range(1, 40):
         made, state = generation(GREEDY, eos="global", budget=40), TARGET.new_state()
-        steps = run(Speculator(TARGET, state, ToyDrafter(COUSIN), 5), made)
+        steps = run(Speculator(Stepwise(TARGET, state), ToyDrafter(COUSIN), 5), made)
         seen = [next(steps).token for _ in range(taken)]
         steps.close()
         assert seen == expected.generated[:taken]
@@ -361,7 +367,7 @@ def test_end_tokens_are_judged_and_never_consumed():
 
 def test_width_is_what_the_drafter_can():
     with pytest.raises(ValueError, match="1 to 8 drafts with this drafter, got 9"):
-        Speculator(TARGET, TARGET.new_state(), ToyDrafter(TWIN), 9)
+        Speculator(Stepwise(TARGET, TARGET.new_state()), ToyDrafter(TWIN), 9)
 
 
 def test_a_mask_keeps_the_drafter_inside_a_grammar():

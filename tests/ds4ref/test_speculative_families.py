@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,11 +12,12 @@ from runs import GOLDEN, _model
 
 from ds4ref import drafting, gguf_writer
 from ds4ref.drafting import Draft, follow
+from ds4ref.families import bailingmoe3, qwen4exp, qwen35
 from ds4ref.generation import Generation
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.reuse import Policy, Reuser
 from ds4ref.sampling import SamplingParams
-from ds4ref.speculative import Speculator, run
+from ds4ref.speculative import Speculator, Stepwise, run
 from ds4ref.state import Recurrent
 from ds4ref.stop import StopPolicy
 
@@ -206,11 +207,11 @@ def test_a_drafter_leaves_no_trace_and_meets_the_target(arch, sidecar):
     prompt = base_of(model)[:12]
     expected, steps = plain(model, cold, prompt, 9)
     made, state = generation(model, prompt, 9), model.new_state()
-    speculator = Speculator(model, state, drafter, min(3, drafter.longest))
+    speculator = Speculator(Stepwise(model, state), drafter, min(3, drafter.longest))
     assert list(run(speculator, made)) == steps and made.generated == expected.generated
     assert state.tokens == [*prompt, *made.generated[:-1]] and np.array_equal(state.logits, cold(state.tokens))
     assert speculator.drafted > 0 and speculator.draft.tokens == state.tokens
-    straight = Speculator(model, model.new_state(), drafter, 1)
+    straight = Speculator(Stepwise(model, model.new_state()), drafter, 1)
     for token in state.tokens:
         straight.feed(token)
     assert memory(speculator.draft) == memory(straight.draft), "trials leave the drafter where plain feeding does"
@@ -218,7 +219,7 @@ def test_a_drafter_leaves_no_trace_and_meets_the_target(arch, sidecar):
     first, again = (drafter.propose(speculator.draft, 3, drafter.longest, best) for _ in range(2))
     assert first == again and len(first) == drafter.longest
     assert memory(speculator.draft) == before
-    late = Speculator(model, state, drafter, 1)
+    late = Speculator(Stepwise(model, state), drafter, 1)
     assert late.draft.start == state.length and drafter.propose(late.draft, 5, 1, best) == []
     waits = sidecar == "dflash.gguf"  # until it has seen its window
     for token in range(4):
@@ -229,7 +230,7 @@ def test_a_drafter_leaves_no_trace_and_meets_the_target(arch, sidecar):
 def test_a_draft_is_followed_only_where_its_sequence_is():
     model, drafter = opened("exaone-moe"), attached("exaone-moe", None)
     state = model.new_state()
-    speculator = Speculator(model, state, drafter, 2)
+    speculator = Speculator(Stepwise(model, state), drafter, 2)
     for token in (1, 2, 3):
         speculator.feed(token)
     assert follow(drafter, speculator.draft, state) is speculator.draft
@@ -298,7 +299,7 @@ class Service:
         if isinstance(drafter, Fake):  # it knows the past without having seen it
             draft = Draft([], [], 0, list(state.tokens))
         made = generation(self.model, prompt, budget, stops)
-        speculator = Speculator(self.model, state, drafter, min(width, drafter.longest), draft=draft)
+        speculator = Speculator(Stepwise(self.model, state), drafter, min(width, drafter.longest), draft=draft)
         expected, steps = plain(self.model, self.cold, prompt, budget, stops)
         seen = []
         for step in run(speculator, made, admission.remaining, admission.progress):
@@ -358,6 +359,14 @@ def test_a_file_that_is_no_sidecar_of_the_family_is_refused(arch, path, reason):
 def test_a_model_without_a_predictor_says_so(arch):
     with pytest.raises(ArtifactError, match="holds no predictor block$"):
         drafting.attach(opened(arch))
+
+
+def test_blocks_whose_use_is_not_described_are_said_to_be_unused():
+    assert "no use of it is described" in drafting.unused(bailingmoe3, replace(opened("bailingmoe3").config, predictors=1))
+    qwen = opened("qwen4exp").config
+    assert drafting.unused(qwen4exp, qwen) is None and "no mixer" in drafting.unused(qwen4exp, replace(qwen, published=False))
+    qwen = opened("qwen35").config
+    assert drafting.unused(qwen35, qwen) is None and "2 blocks" in drafting.unused(qwen35, replace(qwen, predictors=2))
 
 
 def test_a_family_of_sidecars_names_them():
