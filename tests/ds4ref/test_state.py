@@ -96,6 +96,43 @@ def test_snapshot_of_a_truncated_state(tokens, data):
     assert same(state, twin) and same(twin, replay(tokens[:n] + list(range(10))))
 
 
+@given(st.lists(st.integers(1, 99), max_size=30), st.data())
+def test_rewinding_to_a_checkpoint_equals_a_replay(tokens, data):
+    """To any of them, again and again, with other tokens tried in between; refused once the past is another."""
+    state, held = State(LAYOUT), []
+    for token in tokens:
+        held.append(state.checkpoint())
+        feed(state, token)
+    for _ in range(data.draw(st.integers(1, 5))):
+        for token in data.draw(st.lists(st.integers(1, 99), max_size=12)):
+            held.append(state.checkpoint())
+            feed(state, token)
+        checkpoint = data.draw(st.sampled_from([state.checkpoint(), *held]))
+        past, before = checkpoint.tokens.tolist(), list(state.tokens)
+        if before[: len(past)] == past:
+            state.rewind(checkpoint)
+            assert same(state, replay(past))
+        else:
+            with pytest.raises(ValueError, match=f"do not begin with the {len(past)} of the checkpoint"):
+                state.rewind(checkpoint)
+            assert same(state, replay(before))
+
+
+def test_rewinding_brings_a_recurrence_and_the_logits_back():
+    state = State({"s": Recurrent((2,))})
+    state["s"].replace(np.ones(2))
+    state.tokens.append(1)
+    state.logits = np.arange(3)
+    checkpoint = state.checkpoint()
+    for _ in range(2):
+        state["s"].replace(np.full(2, 9.0))
+        state.tokens.append(2)
+        state.logits = np.zeros(3)
+        state.rewind(checkpoint)
+        assert state["s"].value.tolist() == [1, 1] and state["s"].length == 1 == state.length
+        assert state.logits.tolist() == [0, 1, 2]
+
+
 def test_recurrent_goes_back_only_to_nothing():
     state = State({"s": Recurrent((2,))})
     for token in range(3):
