@@ -95,6 +95,8 @@ class Job:
     """Whether it is computed to its end although its client has left."""
     opening: int | None = None
     """The position up to which the prompt is what every conversation with the same system prompt begins with."""
+    blocks: dict[str, str] = field(default_factory=dict)
+    """Id → text of the tool calls that are known in the conversation; the answer's are added when it has ended."""
     index: int = 0
     """Which choice of its request it is."""
     mailbox: Mailbox = field(default_factory=Mailbox)

@@ -13,7 +13,8 @@ Knows nothing about jobs or threads; called by the engine's thread alone.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,12 +31,19 @@ DEFAULTS = kvpolicy.Options()
 @dataclass
 class _Note:
     """What is known about a bank. serial: whether a serial request used it last; saved: the last position that was saved or
-    loaded; cold: the position of a cold save that is due; mark: one that the next turn is expected to share."""
+    loaded; cold: the position of a cold save that is due; mark: one that the next turn is expected to share; blocks: id → text
+    of the tool calls in its sequence, which may still grow; named: ids that the last record names."""
 
     serial: bool = True
     saved: int = 0
     cold: int | None = None
     mark: int | None = None
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+
+    def unnamed(self):
+        """Whether there are calls that no record names."""
+        return not self.named.issuperset(tuple(self.blocks))
 
 
 class Keeper:
@@ -75,13 +83,16 @@ class Keeper:
         self._notes[place] = _Note(saved=len(found.snapshot.tokens))
         return place, None
 
-    def begin(self, admission, source, serial, marks=(), opening=None):
+    def begin(self, admission, source, serial, marks=(), opening=None, blocks=None):
         """A request has got its bank, whose state was cut from the bank ``source`` or is empty (None). opening: of the prompt,
-        what every conversation with its system prompt shares. Returns the positions of the prompt to stop at and call
-        ``reached``."""
+        what every conversation with its system prompt shares; blocks: id → text of the tool calls that are known in it, to
+        which those of the answer are added. Returns the positions of the prompt to stop at and call ``reached``."""
         bank, at, end = admission.bank, admission.decision.cached, admission.decision.tokens
         known = self._notes.get(source)
-        note = _Note(serial, min(known.saved, at) if known else 0, mark=max(marks, default=None))
+        saved = min(known.saved, at) if known else 0
+        note = _Note(serial, saved, mark=max(marks, default=None), blocks={} if blocks is None else blocks)
+        if known and saved == known.saved:
+            note.named = known.named
         self._notes[bank] = note
         if self._off or not serial:
             return ()
@@ -108,7 +119,7 @@ class Keeper:
         note = self._notes[bank]
         if self._off or note.serial or not self._checkpoints:
             return
-        if kvpolicy.checkpoint_due(bank.state.length, note.saved, self._options):
+        if kvpolicy.checkpoint_due(bank.state.length, note.saved, self._options, note.unnamed()):
             self._save(bank, note, Reason.BANK_CHECKPOINT)
             self._save_mark(bank, note, Reason.BANK_CHECKPOINT)
 
@@ -127,7 +138,7 @@ class Keeper:
 
     def _write(self, bank, serial_reason, bank_reason):
         note, n = self._notes.get(bank), bank.state.length
-        if self._off or note is None or n == note.saved:
+        if self._off or note is None or (n == note.saved and not note.unnamed()):
             return
         least = self._options.min_tokens
         if n >= least if note.serial else kvpolicy.bank_persists(n, self._options):
@@ -137,9 +148,9 @@ class Keeper:
 
     def _save(self, bank, note, reason):
         """Write the bank's state as it stands."""
-        tokens = bank.state.tokens
-        if self._saved(tokens, bank.state.snapshot, reason):
-            note.saved = len(tokens)
+        tokens, blocks = bank.state.tokens, dict(note.blocks)
+        if self._saved(tokens, bank.state.snapshot, reason, blocks):
+            note.saved, note.named = len(tokens), frozenset(blocks)
 
     def _save_mark(self, bank, note, reason):
         """Write the state at the position that the next turn will share, under its own text, where the whole sequence would not
@@ -152,15 +163,20 @@ class Keeper:
         checkpoint = self._reuser.pool.best(np.array(tokens, np.int64), n)
         if checkpoint is not None and len(checkpoint.tokens) != n:
             checkpoint = None
-        self._saved(tokens[:n], lambda: banks.cut(bank.state.snapshot(), n, self._layout, checkpoint), reason)
 
-    def _saved(self, tokens, take, reason):
+        def take():
+            return banks.cut(bank.state.snapshot(), n, self._layout, checkpoint)
+
+        self._saved(tokens[:n], take, reason, dict(note.blocks))
+
+    def _saved(self, tokens, take, reason, blocks):
         """Whether a record of ``tokens`` is there now. take: () → their snapshot, or None where it cannot be had; only called
         where the store might write it, since it copies the whole state."""
         text = self.text_of(tokens)
         refusal = self.store.refusal(text, len(tokens))
         if refusal is None and (snapshot := take()) is not None:
-            result = self.store.save(text, snapshot, reason)
+            tool_map = {name.encode(): block.encode() for name, block in blocks.items()}
+            result = self.store.save(text, snapshot, reason, tool_map=tool_map)
             if isinstance(result, Saved):
                 return True
             refusal = result.reason

@@ -217,7 +217,7 @@ class Scheduler:
         source = None if decision.source is None else reuser.banks[decision.source]
         admission = reuser.admit(prompt, text, job.marks, decision)
         try:
-            stops = self.keeper.begin(admission, source, serial, job.marks, job.opening)
+            stops = self.keeper.begin(admission, source, serial, job.marks, job.opening, job.blocks)
             row = Row(job, admission, job.generation.start(), tuple(sorted({*stops, *admission.stops})))
         except Exception:
             self._empty(admission.bank)

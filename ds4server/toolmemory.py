@@ -32,15 +32,16 @@ class ToolMemory:
 
     def remember(self, ids, block, messages, size):
         """An answer has ended with calls of these ids. block: their text as sampled, or None where it cannot be replayed;
-        messages: the conversation with the answer; size: tokens of its prompt."""
-        ids = tuple(ids)
+        messages: the conversation with the answer; size: tokens of its prompt. Returns id → text of what is replayed."""
+        ids, exact = tuple(ids), block is not None and self._exact
         with self._lock:
-            if block is not None and self._exact:
+            if exact:
                 self._keep(Block(block, ids))
             self._pending[ids] = messages, size
             self._pending_size += size
             while len(self._pending) > MAX_PENDING or (self._pending_size > MAX_PENDING_TOKENS and len(self._pending) > 1):
                 self._pending_size -= self._pending.popitem(last=False)[1][1]
+        return dict.fromkeys(ids, block) if exact else {}
 
     def _keep(self, block):
         if block.ids in self._blocks:

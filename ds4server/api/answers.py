@@ -105,7 +105,7 @@ class Answers:
             message["reasoning_content"] = answer.reasoning
         block = next((text for text, _, n in found.generation.blocks if n == len(calls)), None)
         messages, size = [*self.ask.messages, message], len(found.generation.prompt)
-        self._service.tools.remember((call["id"] for call in calls), block, messages, size)
+        found.job.blocks |= self._service.tools.remember([call["id"] for call in calls], block, messages, size)
 
     def collect(self, gone):
         """The :class:`Outcome` of every choice, in order. ApiError where the engine failed; sse.ClientGone."""

@@ -140,6 +140,7 @@ class _Source:
     tools: list[dict] | None = None
     marks: tuple[int, ...] = ()
     opening: int | None = None
+    blocks: Mapping[str, str] = field(default_factory=dict)
     think: str = "none"
     grammar: Grammar | None = None
 
@@ -152,7 +153,10 @@ def _rendered(service, ask, request_id, mailbox, choices):
     opening = None
     if service.plan.effective["disk"]:
         opening = conversation.opening(ask.messages, tools, options, ids, blocks)
-    source = _Source(ids, prompt, tools, marks, opening, think_level(prompt, options), grammar_of(service, ask, options))
+    source = _Source(
+        ids, prompt, tools, marks, opening, {name: block.text for name, block in blocks.items()}, think_level(prompt, options),
+        grammar_of(service, ask, options),
+    )  # fmt: skip
     return [_job(service, ask, request_id, mailbox, source, choice, choice) for choice in choices]
 
 
@@ -209,5 +213,5 @@ def _job(service, ask, request_id, mailbox, source, choice, index):
     )  # fmt: skip
     return Job(
         generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, source.marks, needs,
-        opening=source.opening, index=index, mailbox=mailbox, think=source.think,
+        opening=source.opening, blocks=dict(source.blocks), index=index, mailbox=mailbox, think=source.think,
     )  # fmt: skip

@@ -122,6 +122,33 @@ def test_banks_that_are_taken_over_or_resident_at_the_end(tmp_path):
     assert written(tmp_path / "none") == [], "0: nothing is persisted by the bank lanes"
 
 
+def test_tool_calls_travel_with_the_records(tmp_path):
+    """Those of the prompt, and those of the answer, whose ids are known only after the bank was written."""
+    found = opened(tmp_path, DRIVER)
+    done = job(range(65, 105), 3)
+    done.blocks["call_a"] = text_of(range(70, 75)).decode()
+    done.blocks["call_x"] = "not in the sequence"
+    arrive(found, done)
+    drain(found)
+    assert written(tmp_path) == [("BANK_CHECKPOINT", 42)]
+    assert found.keeper.store.tool_blocks([b"call_a", b"call_x", b"call_b"]) == {b"call_a": text_of(range(70, 75))}
+    done.blocks["call_b"] = text_of(range(80, 84)).decode()
+    found.keeper.close()
+    assert written(tmp_path) == [("BANK_SHUTDOWN", 42)], "the same record, which names another call"
+    again = opened(tmp_path, DRIVER)
+    assert set(again.keeper.store.tool_blocks([b"call_a", b"call_b"])) == {b"call_a", b"call_b"}
+
+
+def test_a_bank_with_new_tool_calls_is_saved_before_the_next_frontier(tmp_path):
+    found = opened(tmp_path, DRIVER)
+    first = ask(found, range(65, 105), budget=2)
+    follow = job([*first.generation.prompt, *first.generation.generated, 5], 2)
+    follow.blocks["call_a"] = text_of(range(70, 75)).decode()
+    arrive(found, follow)
+    drain(found)
+    assert [tokens for _, tokens in written(tmp_path)] == [41, 44]
+
+
 def test_the_shared_part_of_a_turn_has_a_record_of_its_own(tmp_path):
     """A state that cannot be cut: the next turn departs from this one at the mark, and finds that after a restart."""
     found = opened(tmp_path, DRIVER, layout="matrix")

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from .inprocess import CHAT, Scripted, running
 from .toymodel import text_of, tokenizer
 
@@ -59,22 +61,24 @@ def test_a_stream_is_not_repeated():
         assert "what is this" in text and found.stats()["requests"]["completed"] == 1
 
 
-def test_a_replayed_call_renders_the_sampled_bytes():
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("odd", [True, False])
+def test_a_replayed_call_renders_the_sampled_bytes(odd, parallel):
     """Whatever the client makes of the arguments' white space and order, the bank goes on where it stood."""
-    odd = GOOD.replace('<｜DSML｜parameter name="at"', '<｜DSML｜parameter  name="at"')
-    for text in (GOOD, odd):
-        with running(Scripted(text)) as found:
-            first = ask(found).json
-            (call,) = first["choices"][0]["message"]["tool_calls"]
-            call["function"]["arguments"] = json.dumps({"at": "Husum"}, indent=3)
-            turn = [
-                {"role": "user", "content": "Hello"}, {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": call["id"], "content": "04:10"},
-            ]  # fmt: skip
-            body = {"messages": turn, "tools": [TOOL], "think": False, "temperature": 0, "max_tokens": 1}
-            second = found.client.simulate_post(CHAT, body=json.dumps(body)).json
-            held = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
-            assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= held - 1
-            turn[1]["tool_calls"][0] |= {"id": "call_unknown"}
-            third = found.client.simulate_post(CHAT, body=json.dumps(body)).json
-            assert third["usage"]["prompt_tokens"] > 0
+    text = GOOD.replace('<｜DSML｜parameter name="at"', '<｜DSML｜parameter  name="at"') if odd else GOOD
+    with running(Scripted(text)) as found:
+        first = ask(found, parallel_tool_calls=parallel).json
+        (call,) = first["choices"][0]["message"]["tool_calls"]
+        call["function"]["arguments"] = json.dumps({"at": "Husum"}, indent=3)
+        turn = [
+            {"role": "user", "content": "Hello"}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "04:10"},
+        ]  # fmt: skip
+        body = {"messages": turn, "tools": [TOOL], "think": False, "temperature": 0, "max_tokens": 1}
+        second = found.client.simulate_post(CHAT, body=json.dumps(body)).json
+        held = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= held - 1
+        turn[1]["tool_calls"][0] |= {"id": "call_unknown"}
+        third = found.client.simulate_post(CHAT, body=json.dumps(body)).json
+        canonical = third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+        assert canonical is not odd, "an id that nobody knows stands for nothing"
