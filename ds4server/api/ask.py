@@ -24,10 +24,12 @@ RETRIED = "the first answer held a tool call that could not be read; it was aske
 
 @dataclass(frozen=True)
 class Choice:
-    """Which tools may or must be called. mode: "auto", "none" or "required"; names: only these, None for all."""
+    """Which tools may or must be called. mode: "auto", "none" or "required"; names: only these, None for all; single: whether
+    it is one call that is asked for, of the tool that is named."""
 
     mode: str = "auto"
     names: tuple[str, ...] | None = None
+    single: bool = False
 
 
 @dataclass
@@ -65,6 +67,22 @@ class Ask:
         """The tools that the prompt shows: none where none may be called."""
         return None if self.choice.mode == "none" else self.tools
 
+    @property
+    def callable_tools(self):
+        """The tools that may be called."""
+        names = self.choice.names
+        return [tool for tool in self.rendered_tools or () if names is None or tool["function"]["name"] in names]
+
+    @property
+    def several(self):
+        """Whether an answer may hold several calls."""
+        return self.parallel and not self.choice.single
+
+    @property
+    def schema(self):
+        """The JSON schema of the visible text, or None."""
+        return {"type": "object"} if self.form == "json_object" else self.form
+
 
 class Rendered(NamedTuple):
     """A prompt, its token ids, and the options and call blocks that it was rendered with."""
@@ -80,6 +98,7 @@ def prompt_of(service, ask):
     conversation = service.conversation
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
+        options = replace(options, response_format=ask.schema)
         blocks = service.tools.blocks(ask.messages, ask.rendered_tools)
         prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
     except ChatError as error:
@@ -173,15 +192,15 @@ def grammar_of(service, ask, options=None):
     name = ask.form_field
     try:
         if ask.form is not None:
-            form = {"type": "json_object"} if ask.form == "json_object" else {"type": "json_schema", "schema": ask.form}
-            return grammar.for_format(conversation, form, raw=options is None, options=options)
+            form = {"type": "json_schema", "schema": ask.schema}
+            return grammar.for_format(conversation, form, options is None, options, ask.callable_tools, ask.several)
         if options is None:
             return None
         name = "tools"
         wanted = choice.mode
         if choice.names is not None:
             wanted = {"type": "allowed_tools", "mode": wanted, "tools": [{"name": tool} for tool in choice.names]}
-        return grammar.for_calls(conversation, ask.tools, wanted, ask.parallel, options)
+        return grammar.for_calls(conversation, ask.tools, wanted, ask.several, options)
     except grammar.GrammarError as error:
         raise bad_request(str(error), name) from None
 
@@ -202,7 +221,7 @@ def _job(service, ask, request_id, mailbox, source, choice, index):
         source.ids, ask.sampling, budget=service.default_budget if ask.budget is None else ask.budget,
         context=service.context, prompt=source.prompt, tools=source.tools, stop_strings=ask.stops,
         eos=eos_policy(service.ignore_eos or ask.ignore_eos, service.ignore_eos_in_reasoning),
-        stream=ask.stream, choice=choice, vocabulary=service.vocabulary, single=not ask.parallel,
+        stream=ask.stream, choice=choice, vocabulary=service.vocabulary, single=not ask.several,
         grammar=source.grammar, thinking_budget=ask.thinking_budget,
     )  # fmt: skip
     prompt = source.prompt

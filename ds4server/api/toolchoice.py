@@ -18,7 +18,7 @@ def openai_choice(value, tools, nested=True):
     if isinstance(value, dict):
         what = value.get("type")
         if what in ("function", "custom"):
-            return _checked("required", (_name(value, what, nested, "tool_choice"),), tools, "tool_choice")
+            return _checked("required", (_name(value, what, nested, "tool_choice"),), tools, "tool_choice", single=True)
         if what == "allowed_tools":
             return _allowed(value, tools, nested)
         raise bad_request(f"tool_choice.type must be function or allowed_tools, got {what!r}", "tool_choice.type")
@@ -62,17 +62,17 @@ def anthropic_choice(value, tools):
     elif what == "any":
         choice = _checked("required", None, tools, "tool_choice")
     elif what == "tool":
-        choice = _checked("required", (_name(value, what, False, "tool_choice"),), tools, "tool_choice")
+        choice = _checked("required", (_name(value, what, False, "tool_choice"),), tools, "tool_choice", single=True)
     else:
         raise bad_request(f"tool_choice.type must be auto, any, tool or none, got {what!r}", "tool_choice.type")
     return choice, not single
 
 
-def _checked(mode, names, tools, path):
+def _checked(mode, names, tools, path, single=False):
     defined = [tool["function"]["name"] for tool in tools or ()]
     if mode == "required" and not defined:
         raise bad_request(f"{path} forces a call and there are no tools", path)
     for name in names or ():
         if name not in defined:
             raise bad_request(f"{path} names {name!r}, which is not among the tools", path)
-    return Choice(mode, names)
+    return Choice(mode, names, single)
