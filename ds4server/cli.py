@@ -299,11 +299,12 @@ def _listen(request, service):
     from waitress.channel import HTTPChannel
     from waitress.server import create_server
 
+    from . import grammar
     from .app import application
 
-    # A thread is held per request in flight: the running one, the queue, and some for what never waits.
+    # A thread is held per request in flight: those that run, the queue, and some for what never waits.
     clients = _unbounded(request.max_clients)
-    threads = min(_unbounded(request.max_queue), clients, 4096) + 16
+    threads = min(_unbounded(request.max_queue) + service.plan.effective["max_seqs"], clients, 4096) + 16
     max_body = request.max_body_mb << 20
     sockets = {}
     service.clients = lambda: sum(isinstance(found, HTTPChannel) for found in list(sockets.values()))
@@ -326,6 +327,7 @@ def _listen(request, service):
     except ValueError:
         raise StartError(f"--host {request.host} is no address of this machine") from None
     service.engine.start()
+    threading.Thread(target=grammar.warm, args=(service.conversation,), daemon=True).start()
     interrupt = _Interrupt(service.engine, request.grace)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)

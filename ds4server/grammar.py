@@ -13,6 +13,7 @@ llguidance's: a bit per token of the vocabulary, end tokens where the grammar ma
 
 import re
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -136,6 +137,12 @@ def compiler(conversation):
         if found is None:
             found = _compilers[conversation] = Compiler(conversation.tokenizer, conversation.end_ids)
         return found
+
+
+def warm(conversation):
+    """Make the compiler now, so that no request waits for it; nothing where llguidance is not installed."""
+    with suppress(GrammarError):
+        compiler(conversation)
 
 
 # --- what requests ask for ------------------------------------------------------------------------------------------
