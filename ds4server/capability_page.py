@@ -40,7 +40,7 @@ def page():
     evidence = ["family", "backend", "supports", "artifact", "fingerprint", "date", "tests"]
     parts = [
         HEAD,
-        "## Families\n",
+        "## Families\n\nDrafting and disk as on the reference.\n",
         _table(kept, [_implemented(family) for family in families]),
         "## Qualified\n",
         _table(["family", "backend", *levels], [line for family in families for line in _verified(family)]),

@@ -45,7 +45,7 @@ def launch(*flags, backend="numpy", stdout=None):
         listening.set()
 
     threading.Thread(target=read, daemon=True).start()
-    assert listening.wait(60) and server.url, "".join(server.lines)
+    assert listening.wait(600 if backend == "jax" else 60) and server.url, "".join(server.lines)
     return server
 
 

@@ -94,6 +94,6 @@ def test_the_page_shows_the_controls():
     text = capability_page.page()
     assert capability_page.COMMAND in text
     for family in TABLE["families"]:
-        found = capability_page.controls(family["key"], "cpu")
+        found = capability_page.controls(family["key"], "reference")
         line = next(line for line in text.splitlines() if line.startswith(f"| {family['model']} |"))
         assert f"| {found['prefix_reuse']} | {found['mtp']} | {found['disk']} |" in line
