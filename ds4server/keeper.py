@@ -32,7 +32,8 @@ DEFAULTS = kvpolicy.Options()
 class _Note:
     """What is known about a bank. serial: whether a serial request used it last; saved: the last position that was saved or
     loaded; cold: the position of a cold save that is due; mark: one that the next turn is expected to share; blocks: id → text
-    of the tool calls in its sequence, which may still grow; named: ids that the last record names."""
+    of the tool calls in its sequence, which may still grow; named: ids that the last record names; record: the name of the one
+    from which its state was restored, until something was computed from it to the end."""
 
     serial: bool = True
     saved: int = 0
@@ -40,6 +41,7 @@ class _Note:
     mark: int | None = None
     blocks: Mapping[str, str] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
+    record: str | None = None
 
     def unnamed(self):
         """Whether there are calls that no record names."""
@@ -78,9 +80,9 @@ class Keeper:
         try:
             self._reuser.adopt(found.snapshot, found.key_text)
         except ValueError as error:
-            log.warning("a record was not used: %s", error)
+            self.store.quarantine(found.name, str(error))
             return None, MISMATCH
-        self._notes[place] = _Note(saved=len(found.snapshot.tokens))
+        self._notes[place] = _Note(saved=len(found.snapshot.tokens), record=found.name)
         return place, None
 
     def begin(self, admission, source, serial, marks=(), opening=None, blocks=None):
@@ -93,6 +95,8 @@ class Keeper:
         note = _Note(serial, saved, mark=max(marks, default=None), blocks={} if blocks is None else blocks)
         if known and saved == known.saved:
             note.named = known.named
+        if known and at:
+            note.record = known.record
         self._notes[bank] = note
         if self._off or not serial:
             return ()
@@ -117,6 +121,7 @@ class Keeper:
     def retired(self, bank):
         """A request has given the bank back."""
         note = self._notes[bank]
+        note.record = None
         if self._off or note.serial or not self._checkpoints:
             return
         if kvpolicy.checkpoint_due(bank.state.length, note.saved, self._options, note.unnamed()):
@@ -132,8 +137,14 @@ class Keeper:
         for bank in self._reuser.banks:
             self._write(bank, Reason.SHUTDOWN, Reason.BANK_SHUTDOWN)
 
+    def failed(self, bank):
+        """Computing from the bank's state has failed. Where it came from a record, that may be why: it is not tried again."""
+        note = self._notes.get(bank)
+        if note is not None and note.record is not None:
+            self.store.quarantine(note.record, "computing from it failed")
+
     def forget(self, bank):
-        """The bank was emptied after a failure."""
+        """The bank was emptied."""
         self._notes.pop(bank, None)
 
     def _write(self, bank, serial_reason, bank_reason):

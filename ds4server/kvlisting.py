@@ -42,12 +42,24 @@ class Listing:
         self.directory, self._log = directory, log
         self._entries = {}
         self._refused = {}  # name → key of a file that proved useless here
+        self._quarantined = set()  # names of records that could be read and then not be used
         self._lock = threading.RLock()
         self.counts = Counter(dict.fromkeys(("error.read", "error.write", "error.full", "error.damaged"), 0))
 
     def useless(self, entry):
         """Whether the file proved useless here as it is."""
-        return self._refused.get(entry.name) == entry.key
+        return self._refused.get(entry.name) == entry.key or entry.name in self._quarantined
+
+    def quarantine(self, name, why):
+        """Let no prompt of this process have a record again, whatever becomes of its file, until this process replaces it."""
+        self._log.warning("disk store %s: %s is quarantined: %s", self.directory, name, why)
+        with self._lock:
+            self._quarantined.add(name)
+
+    def replaced(self, name):
+        """This process has just written the record."""
+        with self._lock:
+            self._quarantined.discard(name)
 
     def look_again(self, name):
         """Forget what is known of a file that is about to change in place."""

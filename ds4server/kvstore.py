@@ -117,6 +117,7 @@ class Candidate:
 class Loaded:
     """A state of which ``cached`` tokens serve the prompt, and what was stored with it. tool_map: id → block, bytes."""
 
+    name: str
     snapshot: Snapshot
     cached: int
     key_text: bytes
@@ -207,6 +208,10 @@ class Store:
         if first.reason:
             self.counts[f"miss.{first.reason}"] += 1
         return first
+
+    def quarantine(self, name, why):
+        """Restore a record no more in this process: what was read from it could not be used. why: one sentence."""
+        self._listing.quarantine(name, why)
 
     # Finding
 
@@ -315,7 +320,7 @@ class Store:
         if cached <= query.resident:
             return Miss(refusal)
         self._touch(fd, entry.name)
-        return Loaded(snapshot, cached, text, Reason(header.reason), Flag(header.flags), tool_map)
+        return Loaded(entry.name, snapshot, cached, text, Reason(header.reason), Flag(header.flags), tool_map)
 
     def _envelope(self, fd, entry):
         """(header, text, tool map) of a record that was examined through ``fd``, proved by its name. RecordError, OSError,
@@ -487,6 +492,7 @@ class Store:
                         return Refused(NO_ROOM)
                     kvfiles.publish(beside, final)
                     beside = None
+                    self._listing.replaced(name)
             finally:
                 os.close(fd)
         except OSError as error:

@@ -404,6 +404,7 @@ class Scheduler:
         job = row.job
         log.exception("request %s failed on the %s lane", job.request_id, job.lane)
         self._leave(row)
+        self.keeper.failed(row.bank)
         self._empty(row.bank)
         if job.lane == SERIAL or job.prefilled_at is not None:
             self._end(job, "failed", BROKEN)

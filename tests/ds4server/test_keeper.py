@@ -204,6 +204,40 @@ def test_a_conversation_whose_tokens_changed_is_named(tmp_path):
     assert ask(found, [*range(20, 40), whole, *first.generation.generated, 3]).reuse_miss == reuse.CHANGED
 
 
+def test_records_from_which_nothing_can_be_computed_are_quarantined(tmp_path):
+    """Each is tried once; then the prompt is computed from its beginning."""
+    ask(opened(tmp_path), range(40))
+    records = len(written(tmp_path))
+    found, sound = opened(tmp_path), set()
+    feed = found.model.feed
+
+    def only_what_was_computed_here(state, token):
+        if state.length == 0:
+            sound.add(id(state))
+        assert id(state) in sound
+        feed(state, token)
+
+    found.model.feed = only_what_was_computed_here
+    for attempt in range(records):
+        done = job([*range(40), 99], 3)
+        arrive(found, done)
+        drain(found)
+        assert done.outcome == "failed" and found.keeper.store.counts["hits"] == attempt + 1
+    assert ask(found, [*range(40), 99]).cached == 0 and found.keeper.store.counts["hits"] == records
+    found.keeper.close()
+    assert ask(opened(tmp_path), [*range(40), 97]).cached > 0, "what this process has written since"
+
+
+def test_a_state_that_cannot_be_restored_is_quarantined(tmp_path, monkeypatch):
+    ask(opened(tmp_path), range(40))
+    found = opened(tmp_path)
+    monkeypatch.setattr(found.reuser, "adopt", lambda *_: [].index("no such layout"))
+    records = len(written(tmp_path))
+    for n in range(records + 1):
+        assert found.keeper.restore([*range(40), 99], text_of([*range(40), 99]), 0, False)[0] is None
+        assert found.keeper.store.counts["hits"] == min(n + 1, records)
+
+
 @pytest.mark.parametrize(("kept", "sentence"), [({"budget": 30}, "exceeds the budget"), ({"broken": "full"}, "full")])
 def test_no_state_is_copied_for_a_store_that_refuses(tmp_path, monkeypatch, kept, sentence):
     broken = kept.pop("broken", None)
