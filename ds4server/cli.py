@@ -272,16 +272,20 @@ def _on_device(artifact, request, plan, count):
     except platforms.PlatformError as error:
         raise StartError(str(error)) from None
     enable_cache()
-    with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
-        model = Model(
-            artifact,
-            context=request.ctx,
-            banks=count,
-            dtype=platform.dtype,
-            layout=platform.layout,
-            chunk=plan.effective["native_chunk"],
-            did=lambda tensor: progress.advance(tensor.nbytes),
-        )
+    try:
+        with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
+            model = Model(
+                artifact,
+                context=request.ctx,
+                banks=count,
+                dtype=platform.dtype,
+                layout=platform.layout,
+                chunk=plan.effective["native_chunk"],
+                did=lambda tensor: progress.advance(tensor.nbytes),
+            )
+    except jax.errors.JaxRuntimeError as error:
+        why = (str(error).splitlines() or ["no reason is given"])[0]
+        raise StartError(f"{artifact.path.name} cannot be loaded on {platform.name}: {why}") from None
     return model, platform.layout, platform.dtype
 
 

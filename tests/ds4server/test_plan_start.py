@@ -90,6 +90,18 @@ def test_flags_without_machinery_are_refused_by_name(model, capsys, flag):
     assert capsys.readouterr().err == f"ds4server: {flag} is not available in this version; drop it\n"
 
 
+def test_a_device_that_does_not_hold_the_model(model, capsys, monkeypatch):
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+    def full(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand much more")
+
+    monkeypatch.setattr("ds4jax.model.Model", full)
+    assert main(["-m", model, "--backend", "cpu", "--ctx", "256", "--mem-floor-gb", "0"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "ds4server: tiny.gguf cannot be loaded on cpu: RESOURCE_EXHAUSTED: out of memory"
+
+
 def test_a_drafter_or_encoder_is_never_ignored(model, capsys, tmp_path):
     shutil.copy(model, tmp_path / "good.gguf")
     cli.os.environ["DS4_DSPARK_MODEL"] = str(tmp_path / "good.gguf")
