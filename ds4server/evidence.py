@@ -181,6 +181,8 @@ def after_open(found, model, reuser, layout, serving=None):
     if budgets is not None:
         memory = host.memory(found.backend.name)
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
+        if not device and model.artifact is not found.artifact:  # its tensors are in an owner's memory, which is taken already
+            budgets = replace(budgets, shared_weights=0)
         if device and (scratch := model.scratch()) is not None:
             idle = budgets.per_bank * (len(reuser.banks) - fitted)
             budgets = replace(budgets, scratch=scratch + idle)

@@ -8,6 +8,8 @@ import pytest
 
 from ds4ref import tiny
 from ds4ref.gguf import Artifact
+from ds4ref.model import Model
+from ds4ref.reuse import Reuser
 from ds4server import cli, evidence, expected, host, options
 from ds4server.cli import main
 from ds4server.plan import resolve
@@ -170,6 +172,18 @@ def test_what_is_printed_is_what_is_served(model, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(known | {"backend": "reference", "post_open_quote": quote}))
     launch(*flags, "--expect-plan", str(path)).stop()
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_weights_of_an_owner_are_not_quoted_again(model, imported):
+    request = options.read(["-m", model, *NUMPY, "--mem-floor-gb", "0"], {})
+    found = evidence.before_open(request, cli.Path(model))
+    data = {name: tensor.data.copy() for name, tensor in found.artifact.tensors.items()}
+    artifact = found.artifact.with_data(data) if imported else found.artifact
+    opened = Model.from_artifact(artifact, context=request.ctx)
+    facts = evidence.after_open(found, opened, Reuser(opened.new_state, request.ctx), "file")
+    weights = 0 if imported else sum(tensor.nbytes for tensor in found.artifact.tensors.values())
+    assert resolve(request, found.row, facts).quote["shared_weights"] == weights
 
 
 def test_the_environment_tells_children_the_plan(model, monkeypatch, capsys):
