@@ -136,9 +136,10 @@ def converse(directory, backend, number, turns, lane, words=14, context=1024):
     return kinds
 
 
-def test_conversations_over_restarts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lane", ["continuous", pytest.param("serial", marks=pytest.mark.slow)])
+def test_conversations_over_restarts(tmp_path, monkeypatch, lane):
     monkeypatch.setenv("DS4_SERVER_PERSIST_MIN_TOKENS", "24")
-    kinds = converse(tmp_path, "numpy", number=2, turns=(2, 1, 1), lane="continuous")
+    kinds = converse(tmp_path, "numpy", number=2, turns=(2, 1, 1), lane=lane)
     assert "restored" in kinds and kinds & {"exact", "fork"}, kinds
 
 
