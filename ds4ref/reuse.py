@@ -324,10 +324,11 @@ class Reuser:
         self.every = self.every or stride(self.context, self.slots)
         self._clock = 0
 
-    def decide(self, prompt, text=None, only=None):
-        """What ``admit`` would do with ``prompt``. only: a bank, to be continued in place whatever the others hold."""
+    def decide(self, prompt, text=None, only=None, fresh=False):
+        """What ``admit`` would do with ``prompt``. only: a bank, to be continued in place whatever the others hold; fresh:
+        nothing is reused, since every token's logits are wanted."""
         if only is None:
-            return decide(prompt, self.banks, self.pool, self.policy, text)
+            return decide(prompt, self.banks, self.pool, replace(self.policy, mode="off") if fresh else self.policy, text)
         found = decide(prompt, [only], self.pool, replace(self.policy, fork=False), text)
         i = self.banks.index(only)
         source, refused = None if found.source is None else i, tuple((i, why) for _, why in found.refused)

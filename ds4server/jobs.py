@@ -97,6 +97,8 @@ class Job:
     """The position up to which the prompt is what every conversation with the same system prompt begins with."""
     blocks: dict[str, str] = field(default_factory=dict)
     """Id → text of the tool calls that are known in the conversation; the answer's are added when it has ended."""
+    scores: list | None = None
+    """Where those of the prompt are wanted: the ``Logprob`` of each of its tokens but the first, as far as it is computed."""
     index: int = 0
     """Which choice of its request it is."""
     mailbox: Mailbox = field(default_factory=Mailbox)

@@ -22,8 +22,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ds4ref.generation import Step
+from ds4ref.generation import Logprob, Step
 from ds4ref.reuse import Admission
+from ds4ref.sampling import logprobs
 from ds4ref.stop import Finish
 
 from .banks import REFUSALS
@@ -41,6 +42,7 @@ COUNTERS = (
     *(f"reject.{lane}.{reason}" for lane in LANES for reason in REFUSALS),
 )  # fmt: skip
 
+SCORED = 64  # prompt tokens whose logits are held at once where all of them are wanted
 SHUTDOWN = Failed("the server is shutting down", 503, retry=5)
 CANCELLED = Failed("cancelled")
 TOO_OLD = Failed("the request waited too long; try again later", 429, "queue_full", retry=1)
@@ -202,11 +204,11 @@ class Scheduler:
         """Whether a job got a bank, or has ended; not, where the memory does not hold it now."""
         prompt, reuser = job.generation.prompt, self.reuser
         text, serial = self.keeper.text_of(prompt), job.lane == SERIAL
-        decision = reuser.decide(prompt, text)
+        decision = reuser.decide(prompt, text, fresh=job.scores is not None)
         if (refusal := self._refusal(job, reuser.banks[decision.target])) is not None:
             return self._refused(job, refusal)
         restored, miss = (None, None)
-        if decision.computed > 1:
+        if decision.computed > 1 and job.scores is None:
             restored, miss = self.keeper.restore(prompt, text, decision.cached, bank=not serial)
         if restored is not None:
             decision = reuser.decide(prompt, text, restored)
@@ -296,7 +298,7 @@ class Scheduler:
         try:
             while state.length < end:
                 at = state.length
-                self.model.prefill(state, prompt[at : min(end, at + self.model.chunk)])
+                self._compute(row.job, state, prompt[at : min(end, at + self.model.chunk)])
                 row.job.computed += state.length - at
                 self.counts["prefill_computed"] += state.length - at
                 if self._gone(row):
@@ -309,6 +311,18 @@ class Scheduler:
             return self._fail(row)
         if row.remaining == 0:
             self._prefilled(row)
+
+    def _compute(self, job, state, tokens):
+        """Advance by tokens of the prompt, and score them where that is asked for."""
+        if job.scores is None:
+            self.model.prefill(state, tokens)
+            return
+        prompt, top = job.generation.prompt, job.generation.params.top_logprobs
+        for begin in range(0, len(tokens), SCORED):
+            at = state.length + 1
+            for following, logits in zip(prompt[at:], self.model.verify(state, tokens[begin : begin + SCORED]), strict=False):
+                value, best = logprobs(logits, following, top)
+                job.scores.append(Logprob(following, value, tuple(best)))
 
     def _room(self):
         """Whether one more job might run."""
@@ -411,6 +425,8 @@ class Scheduler:
             return
         self._to_serial(job, FAILED)
         job.cached = job.computed = 0
+        if job.scores is not None:
+            job.scores.clear()
         self.waiting.insert(0, job)
 
     def _leave(self, row):

@@ -61,6 +61,8 @@ class Ask:
     token_ids: bool = False
     form: str | Mapping | None = None
     form_field: str = "response_format"
+    scored: bool = False
+    """Whether the log-probabilities of the prompt's tokens are wanted too."""
 
     @property
     def rendered_tools(self):
@@ -232,5 +234,6 @@ def _job(service, ask, request_id, mailbox, source, choice, index):
     )  # fmt: skip
     return Job(
         generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, source.marks, needs,
-        opening=source.opening, blocks=dict(source.blocks), index=index, mailbox=mailbox, think=source.think,
+        opening=source.opening, blocks=dict(source.blocks), scores=[] if ask.scored else None,
+        index=index, mailbox=mailbox, think=source.think,
     )  # fmt: skip

@@ -97,8 +97,6 @@ def ask_of(service, body, request, prompts):
         raise bad_request("best_of must be absent or equal to n", "best_of")
     if request.suffix:
         raise bad_request("suffix must be absent or empty: this server does not fill in the middle", "suffix")
-    if request.echo and request.logprobs is not None:
-        raise bad_request("echo cannot be combined with logprobs: those of a prompt's tokens are not computed", "echo")
     try:
         thinking({name: body.get(name) for name in CONTROLS})  # checked as everywhere; raw text has nothing to switch
     except ChatError as error:
@@ -109,6 +107,7 @@ def ask_of(service, body, request, prompts):
         SURFACE, sampling, "prompt", model=request.model, stream=bool(request.stream), prompts=[ids for _, ids in prompts],
         budget=request.max_tokens, stops=stop_strings(request.stop), n=n, ignore_eos=bool(request.ignore_eos),
         token_ids=bool(request.return_token_ids), form=response_format(request.response_format, "response_format"),
+        scored=bool(request.echo) and request.logprobs is not None,
     )  # fmt: skip
 
 
@@ -122,6 +121,7 @@ class CompletionWire:
         self._echoed = [_echo(service, *prompt) if request.echo else "" for prompt in prompts for _ in range(request.n or 1)]
         self._lists = None if request.logprobs is None else [LogprobLists(service.conversation.tokenizer) for _ in found.jobs]
         self._timings, self._running = {}, len(found.jobs)
+        self._listed = set()  # choices whose prompt is among their log-probabilities
         self._envelope = {
             "id": f"cmpl-{secrets.token_hex(16)}",
             "object": "text_completion",
@@ -138,10 +138,11 @@ class CompletionWire:
 
     def _complete(self, found):
         index, generation = found.job.index, found.generation
+        prompt = self._scored(found.job)
         choice = {
             "index": index,
             "text": self._echoed[index] + _text(found.events),
-            "logprobs": self._logprobs(index, found.entries),
+            "logprobs": self._logprobs(index, found.entries, prompt),
             "finish_reason": FINISH[generation.finish],
         }
         if self._token_ids:
@@ -152,16 +153,31 @@ class CompletionWire:
         return sse.KEEP_ALIVE
 
     def begin(self, job):
-        """The prompt where it is echoed; else a chunk without text, which tells that the request is under way."""
-        yield self._chunk(job.index, self._echoed[job.index])
+        """The prompt where it is echoed; else, and where its log-probabilities are still to come, a chunk without text, which
+        tells that the request is under way."""
+        yield self._chunk(job.index, self._echoed[job.index] if job.scores is None else "")
+
+    def _echo_scored(self, job):
+        """The prompt with its log-probabilities, once."""
+        if (prompt := self._scored(job)) is not None:
+            yield self._chunk(job.index, self._echoed[job.index], logprobs=self._logprobs(job.index, (), prompt))
+
+    def _scored(self, job):
+        """(token ids, their scores) of a prompt that is still to be listed, or None."""
+        if job.scores is None or job.index in self._listed:
+            return None
+        self._listed.add(job.index)
+        return job.generation.prompt, job.scores
 
     def step(self, job, step):
+        yield from self._echo_scored(job)
         text, ids = _text(step.events), answers.sampled(job, step) if self._token_ids else []
         if text or ids or (self._lists is not None and step.logprobs):
             yield self._chunk(job.index, text, logprobs=self._logprobs(job.index, step.logprobs), ids=ids)
 
     def end(self, job, timings):
         """The finish chunk of one choice; the last one has the timings where no usage chunk follows."""
+        yield from self._echo_scored(job)
         self._timings = self._timings or timings
         self._running -= 1
         more = {} if self._running or self._include_usage else {"timings": self._timings}
@@ -184,8 +200,9 @@ class CompletionWire:
     def _usage(self):
         return usage(answers.usage(self._service, self._answers.jobs))
 
-    def _logprobs(self, index, entries):
-        return None if self._lists is None else self._lists[index].add(entries)
+    def _logprobs(self, index, entries, prompt=None):
+        """The lists of further entries. prompt: (token ids, scores) of the prompt, which comes before them."""
+        return None if self._lists is None else self._lists[index].add(entries, prompt)
 
 
 def _text(events):
@@ -205,9 +222,16 @@ class LogprobLists:
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer)
         self._offset = 0
 
-    def add(self, entries):
-        """The lists of further ``Logprob`` entries. The sampled token is always among the alternatives."""
+    def add(self, entries, prompt=None):
+        """The lists of further ``Logprob`` entries. The sampled token is always among the alternatives. prompt: (token ids, the
+        entries of all but the first, which has null), listed before them."""
         out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if prompt is not None:
+            first, *_ = prompt[0]
+            for name, item in zip(out, (token_text(self._tokenizer, first), None, None, self._offset), strict=True):
+                out[name].append(item)
+            self._offset += len(self._detokenizer.feed(first))
+            entries = [*prompt[1], *entries]
         for entry in entries:
             value = max(entry.logprob, -9999.0)
             tops = {}

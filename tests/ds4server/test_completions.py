@@ -2,12 +2,17 @@
 
 import json
 import math
+from importlib.resources import files
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 from openai.types import Completion
 
+from ds4ref.conversation import Conversation
+from ds4ref.gguf import Artifact
+from ds4ref.model import Model
 from ds4server.api.completions import prompts_of
 from ds4server.cli import _catalog, main
 from ds4server.options import UsageError
@@ -168,7 +173,7 @@ def test_without_usage_the_last_finish_has_the_timings(idle):
         ({"prompt": ["a"] * 17}, "prompt"), ({"prompt": "word " * 5000}, "prompt"), ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "n": 17}, "n"), ({"prompt": "a", "echo": 1}, "echo"),
         ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "echo": True, "logprobs": 0}, "echo"), ({"prompt": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": "a", "reasoning_effort": "hard"}, "reasoning_effort"), ({"prompt": "a", "stop": [5]}, "stop"),
         ({"prompt": "a", "thinking": {"type": "maybe"}}, "thinking.type"), ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "response_format": "xml"}, "response_format"),
@@ -296,3 +301,25 @@ def test_catalogues_that_are_none(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(UsageError, match="--model-catalog .*catalogue.json: "):
         _catalog(str(file))
+
+
+def test_an_echoed_prompt_is_scored_by_the_model_itself(api):
+    """Against the reference's logits of a run of its own; the same whatever a bank already holds, streamed and buffered."""
+    artifact = Artifact.open(files("ds4server") / "tiny.gguf")
+    model, conversation = Model.from_artifact(artifact, context=512), Conversation(artifact)
+    ids = conversation.encode_raw("The tide turns at noon. " * 4)
+    table = model.verify(model.new_state(), ids[:-1]).astype(np.float64)
+    table -= np.log(np.sum(np.exp(table - table.max(1, keepdims=True)), axis=1, keepdims=True)) + table.max(1, keepdims=True)
+    body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2, "ignore_eos": True}
+    lists = [api.post(PATH, json=body).json()["choices"][0]["logprobs"] for _ in range(2)]
+    assert lists[0] == lists[1]
+    found = lists[0]["token_logprobs"]
+    assert found[0] is None and lists[0]["top_logprobs"][0] is None and len(found) == len(ids) + 3
+    assert np.allclose(found[1 : len(ids)], table[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
+    assert np.allclose([max(tops.values()) for tops in lists[0]["top_logprobs"][1 : len(ids)]], table.max(1), atol=1e-5)
+    chunks = [json.loads(line[6:])["choices"][0] for line in api.post(PATH, json=body | {"stream": True}).text.splitlines()
+              if line.startswith("data: {")]  # fmt: skip
+    for name, whole in lists[0].items():
+        assert [item for chunk in chunks if chunk["logprobs"] for item in chunk["logprobs"][name]] == whole
+    plain = api.post(PATH, json=body | {"echo": False}).json()["choices"][0]
+    assert "".join(chunk["text"] for chunk in chunks) == conversation.tokenizer.decode(ids) + plain["text"]
