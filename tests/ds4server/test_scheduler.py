@@ -26,6 +26,13 @@ def scheduler(model=None, width=3, mode="partial", **more):
         settled.append(done)
         done.tell(event)
 
+    retire = made.retire
+
+    def retired(bank, *rest):
+        model.log.append(("retired", id(bank.state)))
+        return retire(bank, *rest)
+
+    made.retire = retired
     fields = {"env": DRIVER, "schedule": Schedule(8, 3)} | more
     found = Scheduler(model, made, Keeper(None, made, text_of), settle, **fields)
     found.settled = settled
@@ -74,6 +81,8 @@ def check_law_9(log, live):
             for state in since:
                 since[state] += n[0]
             since.pop(what, None)  # the bank of another row from here on
+        elif kind == "retired":
+            since.pop(what, None)  # whoever gets it next may have nothing to prefill
         else:
             for state in what:
                 assert since[state] <= live, log
