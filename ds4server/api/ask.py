@@ -104,7 +104,9 @@ def prompt_of(service, ask):
         blocks = service.tools.blocks(ask.messages, ask.rendered_tools)
         prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
     except ChatError as error:
-        raise bad_request(str(error), error.field or ask.field) from None
+        # Only Chat Completions number the messages as they are rendered.
+        named = error.field and (ask.surface == "openai_chat" or not error.field.startswith("messages"))
+        raise bad_request(str(error), error.field if named else ask.field) from None
     ids = conversation.encode(prompt)
     if not ids:
         raise bad_request(f"{ask.field} render to an empty prompt; at least one message is needed", ask.field)
