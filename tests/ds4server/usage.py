@@ -1,11 +1,11 @@
 """What a process takes of memory when a model is used to the full, beside what its plan quotes: JSON on stdout.
 
-``python tests/ds4server/usage.py BACKEND FILE CONTEXT BANKS SLOTS``. Every bank is filled to the context, and SLOTS
-checkpoints are taken at the end of the first. Use is measured twice: by item, as the bytes of
-the arrays that are alive and of the largest program's temporaries by XLA's own account; and as the growth of the process while
-the model is loaded and while it is used: anonymous memory, of which the most is taken, and resident pages of the model file
-where the backend computes with them. What compiling a program leaves behind is between the two phases and counted in neither
-(``programs``); a model is loaded on JAX twice, as loading compiles many small ones.
+``python tests/ds4server/usage.py BACKEND FILE CONTEXT BANKS SLOTS``. The banks are filled to the context, in turn, until SLOTS
+sequences have left a checkpoint. Use is measured twice: by item, as the bytes of the arrays that are alive and of the largest
+program's temporaries by XLA's own account; and as the growth of the process while the model is loaded and while it is used:
+anonymous memory, of which the most is taken, and resident pages of the model file where the backend computes with them. What
+compiling a program leaves behind is between the two phases and counted in neither (``programs``); a model is loaded on JAX
+twice, as loading compiles many small ones.
 """
 
 import ctypes
@@ -115,14 +115,12 @@ def own_arrays(component):
 
 
 def use(model, states, pool, context, slots, rng):
-    """Fill every state to the context, with checkpoints of the last tokens of the first."""
-    for state in states:
-        tokens = rng.integers(0, model.vocabulary, context).tolist()
-        last = slots if state is states[0] else 0
-        model.prefill(state, tokens[: context - last])
-        for token in tokens[context - last :]:
-            model.step(state, token)
-            pool.capture(state)
+    """Fill the states to the context, in turn, with a checkpoint of each sequence: so many in all, and no state left out."""
+    for n in range(max(slots, len(states))):
+        state = states[n % len(states)]
+        state.truncate(0)
+        model.prefill(state, rng.integers(0, model.vocabulary, context).tolist())
+        pool.capture(state)
 
 
 def main(backend, path, context, banks, slots):
