@@ -22,6 +22,7 @@ from .weights import batched_linear
 HIDDEN = -1e30  # a score that takes no probability; finite, so that a row without any visible key stays finite
 BLOCK = 256  # rows read at once: a block of keys and values stays in the cache of a core
 TILE = 64  # queries at once
+FEW = 16  # queries of a group that keys are multiplied by, instead of the other way round
 SMALL = 1 << 20  # scores, B · T · H · S, that are not cut into blocks
 
 
@@ -109,7 +110,7 @@ def _attend(q, start, count, seen, scale, sinks):
         """One block of rows of numbers index [N] or [B, N] and who sees them, mask [B, Q, N]."""
         top, total, mixed = carry
         flat = q.reshape(banks, groups, -1, q.shape[-1])
-        scores = jnp.einsum("bgmd,bgnd->bgmn", flat, keys).reshape(*q.shape[:-1], -1)
+        scores = _scores(flat, keys).reshape(*q.shape[:-1], -1)
         if part.bias is not None:
             distance = positions[:, :, None] - part.values.positions(index)[:, None, :]
             scores = scores + by_group(part.bias(tile, distance))
@@ -144,6 +145,13 @@ def _attend(q, start, count, seen, scale, sinks):
     _, total, mixed = carry
     out = mixed / jnp.maximum(total, 1e-30)
     return jnp.moveaxis(out, 3, 1).reshape(banks, count, heads, -1)
+
+
+def _scores(q, keys):
+    """q [B, G, M, d], keys [B, G, N, d] → [B, G, M, N], in the orientation that suits M: XLA:CPU is slow at few rows."""
+    if q.shape[2] > FEW:
+        return jnp.einsum("bgmd,bgnd->bgmn", q, keys)
+    return jnp.swapaxes(jnp.einsum("bgnd,bgdm->bgnm", keys, jnp.swapaxes(q, 2, 3)), 2, 3)
 
 
 def _groups(view):

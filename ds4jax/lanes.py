@@ -72,62 +72,96 @@ def _int8_scale(w, lanes=None):
     return scale, minimum
 
 
+def _term(words, shift, bits, x):
+    """Codes of ``bits`` bits at bit ``shift`` of words [..., N] times x [...]. They are masked where they lie, and the power of
+    two goes into x, exactly: one operation less than to shift them down. (The highest might be taken for a sign.)"""
+    if shift + bits == 32:
+        return lax.shift_right_logical(words, shift).astype(jnp.float32) * x[..., None]
+    return (words & ((1 << bits) - 1 << shift)).astype(jnp.float32) * (x * 2.0**-shift)[..., None]
+
+
+def _float_product(w, x):
+    W = w.planes["q"].shape[-2]
+    x = x.reshape(-1, 1, W)
+    return _add_blocks(_sum(_read_f32(w, "q", None, j) * x[:, :, j, None] for j in range(W)))
+
+
+def _float_chunk(w, lanes):
+    return _read_f32(w, "q", lanes=lanes).reshape(w.columns, lanes[1])
+
+
 def _int8_product(w, x):
-    S, W = w.planes["q"].shape[-3:-1]
-    t = 2 if W == 16 and S % 2 == 0 else 1  # sub-blocks that share an output: 32 terms where there can be
-    split = (-1, S // t, t, w.rows)
-    x = x.reshape(-1, S // t, t, W)
-    codes = [_read_f32(w, "q", None, j).reshape(split) for j in range(W)]
-    parts = [_sum(q[:, :, i] * x[:, :, i, j, None] for j, q in enumerate(codes)) for i in range(t)]
-    if w.kind == "float":
-        return _add_blocks(_sum(parts))
+    S, words = w.planes["q"].shape[-3:-1]
+    t = 2 if words == 4 and S % 2 == 0 else 1  # sub-blocks that share an output: 32 terms where there can be
+    split = (-1, S // t, t)
+    x = x.reshape(*split, words, 4)
+    q = [read(w, "q", None, j).reshape(*split, w.rows) for j in range(words)]
+    sums = _last_sum(x.reshape(*split, 4 * words))
+    bias = packing.BIAS.get(TensorType[w.type], 0)
+    least = lax.optimization_barrier((-bias * sums, sums))
+
+    def part(i):
+        """Four sums side by side, since one would wait for itself."""
+        four = [_sum(_term(q[j][:, :, i], 8 * k, 8, x[:, :, i, j, k]) for j in range(words)) for k in range(4)]
+        return _sum(four) + least[0][:, :, i, None] if bias else _sum(four)
+
     scale, minimum = _int8_scale(w)
     if "sc" in w.planes:
-        scale = scale.reshape(split)
-        parts = [part * scale[:, :, i] for i, part in enumerate(parts)]
-    p = _sum(parts) if "sc" in w.planes else _sum(parts) * scale
+        scale = scale.reshape(*split, w.rows)
+        p = _sum(part(i) * scale[:, :, i] for i in range(t))
+    else:
+        p = _sum(part(i) for i in range(t)) * scale
     if minimum is not None:
-        p = p + minimum * _last_sum(x[:, :, 0])[..., None]
+        p = p + minimum * least[1][:, :, 0, None]
     return _add_blocks(p)
 
 
 def _int8_chunk(w, lanes):
-    q = _read_f32(w, "q", lanes=lanes)
-    if w.kind == "int8":
-        scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
-        q = q * scale[:, :, None]
-        if minimum is not None:
-            q = q + minimum[:, :, None]
+    q = _fields(read(w, "q", lanes=lanes), (0, 8, 16, 24), 8) - packing.BIAS.get(TensorType[w.type], 0)
+    scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
+    q = q.astype(jnp.float32) * scale[:, :, None, None]
+    if minimum is not None:
+        q = q + minimum[:, :, None, None]
     return q.reshape(w.columns, lanes[1])
 
 
+def _fields(words, shifts, bits):
+    """Fields of ``bits`` bits at each of ``shifts`` of words [..., W, C], as integers: [..., W, shifts, C]."""
+    words = words.view(f"u{words.dtype.itemsize}")[..., None, :]
+    return (words >> jnp.array(shifts, words.dtype)[:, None] & (1 << bits) - 1).astype(jnp.int32)
+
+
 def _q4_k_product(w, x):
-    x = x.reshape(-1, 4, 2, 32)  # sub-block 2g in the low nibbles of group g, 2g + 1 in the high ones
-    sums = lax.optimization_barrier(_last_sum(x))
-    codes = [read(w, "q", None, j) for j in range(32)]
-    low = _sum((q & 15).astype(jnp.float32) * x[:, :, 0, j, None] for j, q in enumerate(codes))
-    high = _sum((q & 240).astype(jnp.float32) * (x[:, :, 1, j, None] / 16) for j, q in enumerate(codes))
-    p = low * _read_f32(w, "sc", None, 0) + high * _read_f32(w, "sc", None, 1)
+    x = x.reshape(-1, 4, 2, 8, 4)  # sub-block 2g in the low nibbles of group g, 2g + 1 in the high ones
+    sums = lax.optimization_barrier(_last_sum(x.reshape(-1, 4, 2, 32)))
+    q = [read(w, "q", None, j) for j in range(8)]
+
+    def half(h):
+        two = [[_term(q[j], 8 * k + 4 * h, 4, x[:, :, h, j, k]) for j in range(8) for k in (i, i + 1)] for i in (0, 2)]
+        return _sum(map(_sum, two))
+
+    p = half(0) * _read_f32(w, "sc", None, 0) + half(1) * _read_f32(w, "sc", None, 1)
     least = _read_f32(w, "mn", None, 0) * sums[:, :, 0, None] + _read_f32(w, "mn", None, 1) * sums[:, :, 1, None]
     return _add_blocks(p * _read_f32(w, "d")[:, None] + least * _read_f32(w, "m")[:, None])
 
 
 def _q4_k_chunk(w, lanes):
-    q = read(w, "q", lanes=lanes)[:, :, None] >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15
+    words = read(w, "q", lanes=lanes)[:, :, None]  # [b, 4, 1, 8, C]
+    q = jnp.concatenate([_fields(words, range(4 * h, 32, 8), 4) for h in range(2)], axis=2)
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None] for name in "dm")
     factors = d * _read_f32(w, "sc", lanes=lanes), m * _read_f32(w, "mn", lanes=lanes)
-    scale, minimum = lax.optimization_barrier(factors)
-    return (q.astype(jnp.float32) * scale[:, :, :, None] + minimum[:, :, :, None]).reshape(w.columns, lanes[1])
+    scale, minimum = (f[:, :, :, None, None] for f in lax.optimization_barrier(factors))
+    return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
 
 
 def _q2_k_product(w, x):
-    x = x.reshape(-1, 2, 4, 2, 16)  # half, code in the byte, which 16
-    sums = lax.optimization_barrier(_last_sum(x))
-    codes = [read(w, "q", None, None, j) for j in range(16)]
+    x = x.reshape(-1, 2, 4, 2, 8, 2)  # half, code in the byte, which 16, word of 16 bits, byte
+    sums = lax.optimization_barrier(_last_sum(x.reshape(-1, 2, 4, 2, 16)))
+    q = [read(w, "q", None, None, j) for j in range(8)]
     p = least = 0
     for k in range(4):
         s = read(w, "s", None, None, k)
-        part = _sum((q & 3 << 2 * k).astype(jnp.float32) * (x[:, :, k, :, j, None] / 4**k) for j, q in enumerate(codes))
+        part = _sum(_term(q[j], 8 * i + 2 * k, 2, x[:, :, k, :, j, i]) for j in range(8) for i in range(2))
         p = p + part * (s & 15).astype(jnp.float32)
         least = least + (s >> 4).astype(jnp.float32) * sums[:, :, k, :, None]
     d, m = (_read_f32(w, name)[:, None, None] for name in "dm")
@@ -135,33 +169,35 @@ def _q2_k_product(w, x):
 
 
 def _q2_k_chunk(w, lanes):
-    q, s = read(w, "q", lanes=lanes), read(w, "s", lanes=lanes)
+    s = read(w, "s", lanes=lanes)
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None, None] for name in "dm")
     factors = d * (s & 15).astype(jnp.float32), m * (s >> 4).astype(jnp.float32)  # [b, half, which 16, code, C]
-    scale, minimum = (f.swapaxes(2, 3)[..., None, :] for f in lax.optimization_barrier(factors))
-    q = q[:, :, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None, None, None] & 3
+    scale, minimum = (f.swapaxes(2, 3)[..., None, None, :] for f in lax.optimization_barrier(factors))
+    words = read(w, "q", lanes=lanes)[:, :, None]  # [b, half, 1, which 16, word, C]
+    q = jnp.concatenate([_fields(words, range(2 * k, 16, 8), 2) for k in range(4)], axis=2)
     return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
 
 
 def _nibbles_product(w, x):
-    x = x.reshape(-1, 8, 2, 16)  # see packing: a code is 2 k + e, low nibbles are values 0 to 15 of a sub-block
-    low, high = x[:, :, 0], x[:, :, 1]
-    least = -43 * _last_sum(x.reshape(-1, 8, 32))
-    factors = low * 8.5, low, high * (8.5 / 16), high / 16
-    low_k, low_e, high_k, high_e, least = lax.optimization_barrier((*factors, least))
-    terms = []
-    for j in range(16):
-        q = read(w, "q", None, j)
-        for mask, factor in (14, low_k), (1, low_e), (224, high_k), (16, high_e):
-            terms.append((q & mask).astype(jnp.float32) * factor[:, :, j, None])
-    return _add_blocks((_sum(terms) + least[..., None]) * _int8_scale(w)[0])
+    x = x.reshape(-1, 8, 2, 8, 2)  # see packing: a code is 2 k + e, low nibbles are values 0 to 15 of a sub-block
+    least = lax.optimization_barrier(-43 * _last_sum(x.reshape(-1, 8, 32)))
+    q = [read(w, "q", None, j) for j in range(8)]
+
+    def quarter(nibble, byte):
+        """A sum of its own, since one over all would wait for itself."""
+        at, x_of = 8 * byte + 4 * nibble, [x[:, :, nibble, j, byte] for j in range(8)]
+        return _sum(_term(v, at + 1, 3, 17 * y) + _term(v, at, 1, y) for v, y in zip(q, x_of, strict=True))
+
+    total = _sum(quarter(nibble, byte) for nibble in range(2) for byte in range(2))
+    return _add_blocks((total + least[..., None]) * _int8_scale(w)[0])
 
 
 def _nibbles_chunk(w, lanes):
-    scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])
-    q = read(w, "q", lanes=lanes)[:, :, None] >> jnp.array([0, 4], jnp.uint8)[:, None, None] & 15
-    q = (q >> 1).astype(jnp.float32) * 17 + (q & 1).astype(jnp.float32) - 43
-    return (q * scale[:, :, None, None]).reshape(w.columns, lanes[1])
+    scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])[:, :, None, None, None]
+    words = read(w, "q", lanes=lanes)[:, :, None]
+    q = jnp.concatenate([_fields(words, range(4 * h, 16, 8), 4) for h in range(2)], axis=2)
+    q = (q >> 1) * 17 + (q & 1) - 43
+    return (q.astype(jnp.float32) * scale).reshape(w.columns, lanes[1])
 
 
 @cache
@@ -221,7 +257,7 @@ class Kind:
 
 KINDS = {
     "int8": Kind(4, _int8_product, _int8_chunk),
-    "float": Kind(4, _int8_product, _int8_chunk),
+    "float": Kind(4, _float_product, _float_chunk),
     "Q4_K": Kind(4, _q4_k_product, _q4_k_chunk),
     "Q2_K": Kind(5, _q2_k_product, _q2_k_chunk),
     "nibbles": Kind(4, _nibbles_product, _nibbles_chunk),

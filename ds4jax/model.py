@@ -25,7 +25,7 @@ from . import families, primitives
 from .compilation import compile_options
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
-from .weights import pack, pack_stack
+from .weights import pack, pack_stack, roomy
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
 LEAST_BUCKET = 256
@@ -71,7 +71,8 @@ class Model:
     ):
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
-        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`. profile: of
+        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes
+        "wide" where memory allows, and ``weights_layout`` says so. profile: of
         :mod:`ds4jax.primitives`, that of the device where None. chunk: tokens per call in prefill; sizes and least_bucket:
         chunk sizes and the shortest length of the past that programs are compiled for (fewer means fewer programs and more
         padding). did: called for every tensor loaded.
@@ -95,6 +96,7 @@ class Model:
         homes = getattr(self.arithmetic, "homes", lambda config: {})(self.config)
         self.plan = Plan.of(self.config, tensors, self.layout, prefix, homes)
         top = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix.split("{i}")[0])}
+        layout = self.weights_layout = roomy(layout, tensors.values())
         self._weights = {
             "top": {name: pack(tensor, layout, _operands([tensor], dtype)) for name, tensor in top.items()},
             "layers": self.plan.load(tensors, lambda stack: pack_stack(stack, layout, _operands(stack, dtype)), did),

@@ -1,6 +1,7 @@
 """GGUF blocks on the host → planes for the device: the file's bits, regrouped so that a product can stream them.
 
-A plane holds one field of every block of a matrix [N, K], output rows last ("lanes"): [K / block, *field, N]. Four kinds:
+A plane holds one field of every block of a matrix [N, K], output rows last ("lanes"): [K / block, *field, N]. Codes of a row
+are in words of 32 or 16 bits, the first in the lowest ones: a product reads few streams and masks codes where they lie. Kinds:
 
     int8     values × a scale per block or sub-block (+ a minimum): exact for every type but the plain ones
     float    the plain float types, at their own width (float64 as float32, bfloat16 as the upper half of a float32's bits)
@@ -13,7 +14,7 @@ that ``ds4ref.quants`` gives. Field layouts are those of the GGUF format (ggml's
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
 
@@ -40,16 +41,38 @@ FACTOR = {
 }
 """What scales of the int8 kind are further multiplied by (1 where absent): it makes factors and codes whole numbers."""
 
-LANE_PAD = 64
+BIAS = {
+    TensorType.Q4_0: 8,
+    TensorType.Q5_0: 16,
+    TensorType.Q8_0: 128,
+    TensorType.Q3_K: 4,
+    TensorType.Q6_K: 32,
+    TensorType.IQ1_S: 9,
+    TensorType.IQ1_M: 9,
+    TensorType.IQ2_XXS: 43,
+    TensorType.IQ2_XS: 43,
+    TensorType.IQ2_S: 43,
+    TensorType.IQ3_XXS: 62,
+    TensorType.IQ3_S: 15,
+    TensorType.IQ4_NL: 127,
+    TensorType.IQ4_XS: 127,
+    TensorType.MXFP4: 12,
+    TensorType.PQ2_0: 1,
+}
+"""What is added to codes of the int8 kind (0 where absent) so that none is negative. No more than that: it costs precision."""
+
+WORDS = {"Q2_K": "<u2", "nibbles": "<u2"}  # not int32: XLA copies first what a fusion reads sixteen times, for as many codes
+LANE_PAD = 16
 ROWS_AT_ONCE = 64  # rows whose blocks are unpacked together: the temporaries stay in the cache
 
 
 def kind(type, layout):
-    """How a type is kept. layout: "cpu", which spends twice the bytes of IQ2_XXS on its speed, or "lean", which does not."""
+    """How a type is kept. The layouts differ in IQ2_XXS: "wide", the fastest, takes four times the file's bytes, "cpu" twice
+    as many, "lean", the slowest, no more than the file."""
     if type in FLOATS:
         return "float"
-    if (type, layout) == (TensorType.IQ2_XXS, "cpu"):
-        return "nibbles"
+    if type is TensorType.IQ2_XXS and layout != "lean":
+        return "int8" if layout == "wide" else "nibbles"
     return OWN_KINDS.get(type, "int8")
 
 
@@ -59,32 +82,57 @@ def planes(data, type, shape, layout="cpu"):
     data: uint8, the tensor's bytes in the file. ``q`` has LANE_PAD unused lanes where its rows would otherwise all
     fall into the same few sets of a cache.
     """
-    *lead, N, K = shape
-    if type in FLOATS:
-        blocks, split = _float_blocks(data, type, K), lambda b: {"q": b[:, None]}
-    else:
-        split = _SPLIT[type if kind(type, layout) == "int8" else kind(type, layout)]
-        blocks = data.reshape(-1, BLOCK[type][1])
-    blocks = blocks.reshape(prod(lead), N, -1, blocks.shape[-1])
+    return {name: plane[0] for name, plane in stacked_planes([data], type, shape, layout).items()}
 
-    def unpack(m, n):
+
+def stacked_planes(datas, type, shape, layout="cpu"):
+    """The planes of tensors of one type and shape, one behind the other: name → [len(datas), ..., K / block, *field, N]."""
+    *lead, N, K = shape
+    matrices = prod(lead)
+    if type in FLOATS:
+        split, values, size = lambda b: {"q": b[:, None]}, partial(_float_blocks, type=type, K=K), None
+    else:
+        split, size = partial(_fields, type, kind(type, layout)), BLOCK[type][1]
+
+    def blocks_of(data):
+        blocks = values(data) if size is None else data.reshape(-1, size)
+        return blocks.reshape(matrices, N, -1, blocks.shape[-1])
+
+    def unpack(blocks, m, n):
         rows = blocks[m, n : n + ROWS_AT_ONCE]
         fields = split(rows.reshape(-1, rows.shape[-1]))
         return {name: field.reshape(*rows.shape[:2], *field.shape[1:]) for name, field in fields.items()}
 
     def write(part):
-        m, n = part
-        for name, field in unpack(m, n).items():
-            out[name][m, ..., n : n + len(field)] = np.moveaxis(field, 0, -1)
+        l, m, n = part
+        for name, field in unpack(held[l], m, n).items():
+            out[name][l, m, ..., n : n + len(field)] = np.moveaxis(field, 0, -1)
 
-    out = {}
-    for name, field in unpack(0, 0).items():
+    out, held = {}, [blocks_of(data) for data in datas]
+    for name, field in unpack(held[0], 0, 0).items():
         width = N + LANE_PAD * (name == "q" and N * field.itemsize % 1024 == 0)
-        out[name] = np.zeros((len(blocks), *field.shape[1:], width), field.dtype)
-    parts = product(range(len(blocks)), range(0, N, ROWS_AT_ONCE))
+        out[name] = _aligned((len(datas), matrices, *field.shape[1:], width), field.dtype)
+    parts = product(range(len(datas)), range(matrices), range(0, N, ROWS_AT_ONCE))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets go of the interpreter while it copies
         list(pool.map(write, parts))
-    return {name: plane.reshape(*lead, *plane.shape[1:]) for name, plane in out.items()}
+    return {name: plane.reshape(-1, *lead, *plane.shape[2:]) for name, plane in out.items()}
+
+
+def _aligned(shape, dtype):
+    """Zeros that begin where a cache line does: JAX takes such an array over without a copy."""
+    size = prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _fields(type, kind, blocks):
+    """Fields of blocks uint8 [n, size], the codes of all kinds but IQ2_XXS as words [n, …, W / 4 or W / 2]."""
+    fields = _SPLIT[type if kind == "int8" else kind](blocks)
+    if kind != "IQ2_XXS":
+        codes = fields["q"].view(np.uint8) + np.uint8(BIAS.get(type, 0) if kind == "int8" else 0)
+        fields["q"] = np.ascontiguousarray(codes).view(WORDS.get(kind, "<i4"))
+    return fields
 
 
 def _float_blocks(data, type, K):
@@ -96,8 +144,9 @@ def _float_blocks(data, type, K):
     return values.reshape(-1, max(b for b in range(1, 33) if K % b == 0))
 
 
-# Fields of blocks uint8 [n, size] → name → [n, *field]. int8 kind: q int8 [n, S, W] codes of S sub-blocks of W values,
-# d, m float16 [n] scale and minimum (what is *added*), sc, mn int8 [n, S] their factors. value = d·factor·sc·q + m·mn.
+# Fields of blocks uint8 [n, size] → name → [n, *field], codes still one a byte. int8 kind: q int8 [n, S, W] codes of S
+# sub-blocks of W values, d, m float16 [n] scale and minimum (what is *added*), sc, mn int8 [n, S] their factors.
+# value = d·factor·sc·q + m·mn.
 
 
 def _q8_0(b):
@@ -179,6 +228,20 @@ def _magnitude_codes():
     return np.select([_grid("IQ2_XXS") == m for m in (8, 25, 43)], [np.uint8(n) for n in (6, 8, 11)])
 
 
+def _iq2_xxs_bytes(b):
+    words = b[:, 2:].copy().view("<u4").reshape(-1, 8, 2)
+    signs = words[..., 1, None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127
+    q = _signed_grid().take(signs << 8 | b[:, 2:].reshape(-1, 8, 8)[..., :4])
+    return {"q": q.view(np.int8).reshape(-1, 8, 32), "sc": _odd(words[..., 1] >> 28), "d": _f16(b[:, :2])}
+
+
+@cache
+def _signed_grid():
+    """Eight codes of IQ2_XXS in each word, by seven stored signs and the entry of the codebook: uint64 [128 · 256]."""
+    signs = _parity_signs()[:, None].repeat(256, axis=1)
+    return _signed(_grid("IQ2_XXS"), signs).reshape(-1, 8).view(np.uint64)[:, 0]
+
+
 def _iq2_xs(b):
     words = b[:, 2:66].copy().view("<u2")
     q = _signed(_grid("IQ2_XS")[words & 511], _parity_signs()[words >> 9])
@@ -258,6 +321,7 @@ _SPLIT = {
     TensorType.Q6_K: _q6_k,
     TensorType.IQ1_S: _iq1_s,
     TensorType.IQ1_M: _iq1_m,
+    TensorType.IQ2_XXS: _iq2_xxs_bytes,
     TensorType.IQ2_XS: _iq2_xs,
     TensorType.IQ2_S: _iq2_s,
     TensorType.IQ3_XXS: _iq3_xxs,

@@ -78,7 +78,7 @@ class View:
     """Rows 0 … count − 1 that a layer may attend to, in an array [R, B, …, ≥ count, d] that is only read when asked.
 
     Row j is of the ``step`` tokens up to position ``first[b] + step · (j + 1) − 1``; where ``positions_of`` is given, that
-    function of row numbers [N] says each row's position [B, N] instead, and the rows are in no order.
+    function of row numbers [N] says each row's position [B, N] instead, and the rows are those of a ring.
     """
 
     array: jnp.ndarray
@@ -119,8 +119,9 @@ class View:
     def reach(self, start, tokens, window=None):
         """Range of rows that hold all that any real one of the chunk's tokens start … start + tokens − 1 sees: (from, to)."""
         chunk, last = self.chunk, jnp.minimum(start + tokens, self.chunk.valid)
-        if self.positions_of is not None:
-            return jnp.int32(0), jnp.where(jnp.any(last > start), self.count, 0)
+        if self.positions_of is not None:  # a ring, whose slots are first taken in order
+            held = jnp.where(last > start, chunk.lengths + last, 0)
+            return jnp.int32(0), jnp.minimum(jnp.max(held), self.count)
         end = jnp.where(last > start, (chunk.lengths + last - self.first) // self.step, 0)
         oldest = 0 if window is None else chunk.lengths + start + 1 - window - self.first
         begin = jnp.where(last > start, jnp.maximum(oldest, 0) // self.step, self.count)

@@ -11,6 +11,8 @@ Letters: N output rows, K columns, T rows of x, L layers, E experts; b blocks al
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,8 @@ from . import blocks, kernels, packing, primitives
 from .lanes import KINDS as LANES
 from .lanes import Kind, read
 
-LAYOUTS = ("cpu", "lean", "gpu")
+CPU_LAYOUTS = ("cpu", "wide", "lean")
+LAYOUTS = (*CPU_LAYOUTS, "gpu")
 KINDS = LANES | {"rows": Kind(2, None, blocks.chunk)}  # whose products are those of kernels.linear
 FEW_ROWS = 6  # rows of x that are multiplied one by one
 SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
@@ -71,8 +74,8 @@ def pack(tensor, layout="cpu", operands="float32"):
     """A tensor of an artifact on the device: :class:`Packed` for matrices and stacks, an array for vectors and integers.
 
     Vectors are dequantised to float32. int64 values that JAX's 32 bits cannot hold stay a NumPy array.
-    layout: "cpu"; "lean": half the bytes on IQ2_XXS, for half the speed; "gpu": see :mod:`ds4jax.blocks`. ValueError for
-    another one.
+    layout: "cpu"; "wide" and "lean": more and fewer bytes for IQ2_XXS, see :func:`ds4jax.packing.kind`; "gpu": see
+    :mod:`ds4jax.blocks`. ValueError for another one.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} of weights is unknown; {' or '.join(map(repr, LAYOUTS))} is accepted")
@@ -83,20 +86,28 @@ def pack(tensor, layout="cpu", operands="float32"):
     if layout == "gpu":
         planes = {name: jnp.asarray(plane) for name, plane in blocks.planes(tensor.data, tensor.type, tensor.shape)}
         return Packed(planes, TensorType(tensor.type).name, "rows", *tensor.shape[-2:], operands)
-    planes = packing.planes(tensor.data, tensor.type, tensor.shape, layout)
-    planes = {name: jnp.asarray(plane) for name, plane in planes.items()}
+    return _lanes(packing.planes(tensor.data, tensor.type, tensor.shape, layout), tensor, layout, operands)
+
+
+def _lanes(planes, tensor, layout, operands):
+    planes = {name: jax.device_put(plane, may_alias=True) for name, plane in planes.items()}  # on a CPU without a copy
     return Packed(planes, TensorType(tensor.type).name, packing.kind(tensor.type, layout), *tensor.shape[-2:], operands)
 
 
 def pack_stack(tensors, layout="cpu", operands="float32"):
     """Tensors of one shape and type, one per layer, as one stack [L, ...] of what :func:`pack` gives.
 
-    Each is packed, written into the stack on the device and let go. ValueError unless they are alike.
+    In the layouts of CPUs they are packed into one array; else each is packed, written into the stack on the device and let
+    go. ValueError unless they are alike.
     """
     alike = {(t.shape, t.type) for t in tensors}
     if len(alike) != 1:
         found = ", ".join(sorted(f"{TensorType(type).name} {list(shape)}" for shape, type in alike))
         raise ValueError(f"only tensors of one shape and type can be stacked, not {found or 'none'}")
+    first = tensors[0]
+    if layout in CPU_LAYOUTS and len(first.shape) > 1 and (first.type not in PLAIN or PLAIN[first.type].kind == "f"):
+        datas = [tensor.data for tensor in tensors]
+        return _lanes(packing.stacked_planes(datas, first.type, first.shape, layout), first, layout, operands)
     stack = None
     for layer, tensor in enumerate(tensors):
         packed = pack(tensor, layout, operands)
@@ -134,6 +145,7 @@ def layout_name(layout="cpu"):
     """A layout in a few words."""
     return {
         "cpu": "lanes, packed (XLA)",
+        "wide": "lanes, packed, IQ2_XXS as bytes (XLA)",
         "lean": "lanes, packed as in the file (XLA)",
         "gpu": "rows, packed (Pallas kernels on CUDA, else XLA)",
     }[layout]
@@ -142,6 +154,25 @@ def layout_name(layout="cpu"):
 def default_layout(platform):
     """The layout for a platform as ``jax.default_backend()`` names it: "gpu" (or "cuda", "rocm"), else that of CPUs."""
     return "gpu" if platform in ("gpu", "cuda", "rocm") else "cpu"
+
+
+def roomy(layout, tensors):
+    """The layout "wide" in place of "cpu" where all of these tensors' planes so take at most half of the available memory."""
+    if layout != "cpu":
+        return layout
+    wide = sum(
+        prod(t.shape) if packing.kind(t.type, "wide") == "int8" else t.nbytes for t in tensors if len(t.shape) > 1
+    )  # fmt: skip
+    return "wide" if wide <= _available_memory() / 2 else "cpu"
+
+
+def _available_memory():
+    """Bytes, 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def select_layer(weights, layer):

@@ -20,7 +20,7 @@ from ds4ref.quants import BLOCK, PLAIN, TensorType  # noqa: E402
 
 FLOATS = [t for t in TensorType if t is TensorType.BF16 or t in PLAIN and PLAIN[t].kind == "f"]
 PACKED = [t for t in TensorType if t not in PLAIN and t is not TensorType.BF16]
-LAYOUTS = [(t, "cpu") for t in FLOATS + PACKED] + [(TensorType.IQ2_XXS, "lean")]
+LAYOUTS = [(t, "cpu") for t in FLOATS + PACKED] + [(TensorType.IQ2_XXS, layout) for layout in ("wide", "lean")]
 CODES = [TensorType.Q8_0, *weights.packing.OWN_KINDS]  # one type for every way of keeping codes
 KINDS = [TensorType.F16, TensorType.BF16, TensorType.Q8_0, TensorType.Q6_K, TensorType.Q5_K, *weights.packing.OWN_KINDS]
 
@@ -82,7 +82,7 @@ def test_any_number_of_rows(N):
     """Padding included, of which nothing is seen."""
     tensor = random_tensor(TensorType.Q8_0, (N, 64))
     packed = pack(tensor)
-    assert packed.shape == (N, 64) and packed.planes["q"].shape[-1] == (1088 if N == 1024 else N)
+    assert packed.shape == (N, 64) and packed.planes["q"].shape[-1] == (1040 if N == 1024 else N)
     same_bits(dequantize(packed), tensor.dequantize())
 
 
@@ -120,6 +120,27 @@ def test_products_of_any_number_of_rows(type, layout):
     if type in CODES:
         y = jax.jit(weights._chunked_product, static_argnums=2)(packed, x, 64)
         assert np.max(np.abs(y - x @ exact.T) / size) < 1e-6
+
+
+def test_wide_only_where_memory_allows(monkeypatch):
+    """IQ2_XXS at a byte a value, Q8_0 too, floats and vectors as they are."""
+    tensors = [random_tensor(TensorType.IQ2_XXS, (4, 256)), random_tensor(TensorType.Q8_0, (2, 64))]
+    tensors += [normal_tensor(TensorType.F16, (2, 32)), normal_tensor(TensorType.F32, (1000,))]
+    taken = 4 * 256 + 2 * 64 + 2 * 32 * 2
+    for available, layout in (2 * taken, "wide"), (2 * taken - 1, "cpu"), (0, "cpu"):
+        monkeypatch.setattr(weights, "_available_memory", lambda available=available: available)
+        assert weights.roomy("cpu", tensors) == layout
+        assert weights.roomy("gpu", tensors) == "gpu" and weights.roomy("lean", tensors) == "lean"
+
+
+def test_stacks_are_not_copied():
+    """What NumPy packed is what JAX reads."""
+    tensors = [random_tensor(TensorType.Q8_0, (70, 64), seed) for seed in range(3)]
+    planes = weights.packing.stacked_planes([t.data for t in tensors], TensorType.Q8_0, (70, 64))
+    stack = weights._lanes(planes, tensors[0], "cpu", "float32")
+    assert all(stack.planes[name].unsafe_buffer_pointer() == plane.ctypes.data for name, plane in planes.items())
+    for layer, tensor in enumerate(tensors):
+        same_bits(dequantize(stack.at(layer)), tensor.dequantize())
 
 
 @pytest.mark.parametrize("T", [None, 1, 5, 40])
@@ -282,7 +303,7 @@ def test_bytes_are_those_of_the_file():
 
 def test_errors_name_what_was_found():
     q8, q4 = normal_tensor(TensorType.Q8_0, (4, 256)), normal_tensor(TensorType.Q4_K, (4, 256))
-    with pytest.raises(ValueError, match="'fast' .* 'cpu' or 'lean'"):
+    with pytest.raises(ValueError, match="'fast' .* 'cpu' or 'wide' or 'lean'"):
         pack(q8, "fast")
     with pytest.raises(ValueError, match=r"Q4_K \[4, 256\], Q8_0 \[4, 256\]"):
         pack_stack([q8, q4])
