@@ -286,7 +286,7 @@ def _on_device(artifact, request, plan, count):
     except jax.errors.JaxRuntimeError as error:
         why = (str(error).splitlines() or ["no reason is given"])[0]
         raise StartError(f"{artifact.path.name} cannot be loaded on {platform.name}: {why}") from None
-    return model, platform.layout, platform.dtype
+    return model, model.weights_layout, platform.dtype
 
 
 def _warm(artifact):

@@ -143,9 +143,10 @@ def _budgets(request, row, artifact, config, backend, native):
         price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, grown=True)
     else:
         from ds4jax.platforms import defaults
+        from ds4jax.weights import roomy
 
         tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
-        shared, scratch = pricing.packed(tensors, packing), 0
+        shared, scratch = pricing.packed(tensors, roomy(packing, tensors)), 0
         itemsize = 2 if dtype == "bfloat16" else 4
         price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
     partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
@@ -183,6 +184,9 @@ def after_open(found, model, reuser, layout, serving=None):
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
         if not device and model.artifact is not found.artifact:  # its tensors are in an owner's memory, which is taken already
             budgets = replace(budgets, shared_weights=0)
+        if device:  # the layout may have been chosen by the memory there was
+            weights = pricing.packed(_on_device(found.artifact, found.config), model.weights_layout)
+            budgets = replace(budgets, shared_weights=weights)
         if device and (scratch := model.scratch()) is not None:
             idle = budgets.per_bank * (len(reuser.banks) - fitted)
             budgets = replace(budgets, scratch=scratch + idle)
