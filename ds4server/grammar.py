@@ -147,7 +147,8 @@ def warm(conversation):
 
 # --- what requests ask for ------------------------------------------------------------------------------------------
 
-_PRETTY = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
+_PRETTY = {"whitespace_pattern": r"([ \t]{1,2}|\r?\n[ \t]{0,12})"}
+"""White space between the parts of a JSON text: enough for indented forms, too little for an answer of nothing else."""
 FORMATS = ("text", "json_object", "json_schema")
 
 

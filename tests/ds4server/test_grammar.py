@@ -466,3 +466,18 @@ def deepseek(markers):
     types = [CONTROL if text in special else NORMAL for text in tokens] + [CONTROL] * len(markers)
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in document["model"]["merges"]]
     return Tokenizer([*tokens, *markers], types, merges, RULES["joyai-llm"], named={"eos": 1})
+
+
+@pytest.mark.parametrize(("text", "admitted"), [
+    ('{"a": 1, "b": [1, 2]}', True), ('{"a":1,"b":[1,2]}', True), ('{\n  "a": 1,\n  "b": [\n    1,\n    2\n  ]\n}', True),
+    ('{\n\n\n"a": 1', False), ('{     "a"', False),
+])  # fmt: skip
+def test_json_may_be_indented_but_not_only_white_space(text, admitted):
+    found = conversation("deepseek4")
+    guide = for_format(found, {"type": "json_object"}, raw=True).begin()
+    for token in found.tokenizer.encode(text):
+        if guide.banned()[token]:
+            assert not admitted
+            return
+        guide.accept(token)
+    assert admitted
