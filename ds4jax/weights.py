@@ -157,22 +157,23 @@ def default_layout(platform):
 
 
 def roomy(layout, tensors):
-    """The layout "wide" in place of "cpu" where all of these tensors' planes so take at most half of the available memory."""
+    """The layout "wide" in place of "cpu" where all of these tensors' planes so take at most half of the machine's memory. Not
+    of what is free: states on disk belong to one layout, so that a restart must not choose another."""
     if layout != "cpu":
         return layout
     wide = sum(
         prod(t.shape) if packing.kind(t.type, "wide") == "int8" else t.nbytes for t in tensors if len(t.shape) > 1
     )  # fmt: skip
-    return "wide" if wide <= _available_memory() / 2 else "cpu"
+    return "wide" if wide <= _machine_memory() / 2 else "cpu"
 
 
-def _available_memory():
+def _machine_memory():
     """Bytes, 0 where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal:")), 0)
 
 
 def select_layer(weights, layer):

@@ -128,7 +128,7 @@ def test_wide_only_where_memory_allows(monkeypatch):
     tensors += [normal_tensor(TensorType.F16, (2, 32)), normal_tensor(TensorType.F32, (1000,))]
     taken = 4 * 256 + 2 * 64 + 2 * 32 * 2
     for available, layout in (2 * taken, "wide"), (2 * taken - 1, "cpu"), (0, "cpu"):
-        monkeypatch.setattr(weights, "_available_memory", lambda available=available: available)
+        monkeypatch.setattr(weights, "_machine_memory", lambda available=available: available)
         assert weights.roomy("cpu", tensors) == layout
         assert weights.roomy("gpu", tensors) == "gpu" and weights.roomy("lean", tensors) == "lean"
 
