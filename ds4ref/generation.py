@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .chat.events import CallBegin, CallEnd, Event, Reasoning, Text
+from .chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
 from .guidance import Guidance
 from .sampling import Counts, SamplingParams, logprobs, sample
 from .stop import Finish, ReasoningTracker, StopPolicy, StopStrings
@@ -198,7 +198,8 @@ class Generation:
                 self._stops = StopStrings(self.stop_strings)
             if self.matched_stop is None:
                 self._unplaced.clear()
-                out.append(event)
+                if not isinstance(event, CallArguments) or event.fragment:
+                    out.append(event)
         return out
 
     def _place(self, text):

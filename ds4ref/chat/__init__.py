@@ -7,6 +7,7 @@ One module per protocol, `ds4ref/chat/<protocol>.py`, with this surface:
     REASONING: tuple            the markers around reasoning, ("<think>", "</think>"), each one or several; ("", "") if none
     def settings(metadata, name) -> dict        optional: what the artifact fixes, as keywords of `render`
     def refuse_template(template) -> str | None optional: why an embedded template is not this protocol's
+    SYSTEM_FIRST: bool          optional: whether system messages are refused behind the beginning
     def render(messages, tools, options, *, template=None, specials=NO_SPECIALS, blocks={}, **settings) -> Prompt
     CALLS: grammars.Calls       how calls are written, for constrained sampling; or, where the artifact or request decides,
     def calls(options, **settings) -> grammars.Calls
@@ -57,7 +58,7 @@ from ds4ref.chat.events import (
 __all__ = [
     "Block", "Call", "CallArguments", "CallBegin", "CallEnd", "Chat", "ChatError", "Event", "Message", "NO_SPECIALS",
     "Options", "Prompt", "Reasoning", "Specials", "Text", "call_arguments", "collect", "flatten", "for_artifact",
-    "joined", "reasoning_tags", "replayed", "split_reasoning",
+    "joined", "reasoning_tags", "replayed", "split_reasoning", "with_systems_first",
 ]
 
 _log = logging.getLogger(__name__)
@@ -214,6 +215,18 @@ def _named(value: Any) -> bool:
 
 
 # --- what several protocols need -----------------------------------------------------------------------------------
+
+
+def with_systems_first(protocol: ModuleType, messages: Sequence[Mapping]) -> list[Mapping]:
+    """The messages, and where a protocol takes system messages only at the beginning, all of them made one there: their
+    texts in order, separated by a blank line."""
+    def system(message: Mapping) -> bool:
+        return message.get("role") in ("system", "developer")
+
+    if not getattr(protocol, "SYSTEM_FIRST", False) or not any(map(system, messages[1:])):
+        return list(messages)
+    texts = (flatten(message.get("content")) for message in messages if system(message))
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *(m for m in messages if not system(m))]
 
 
 def reasoning_tags(protocol: ModuleType) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -141,6 +141,9 @@ def _effort(options: Options, release: str) -> tuple[bool, str | None, str | Non
     return True, _LEVELS.get(word or "", "xhigh"), "this model has no effort above xhigh" if word == "max" else None
 
 
+SYSTEM_FIRST = True
+
+
 def _join_systems(messages: Sequence[Mapping]) -> list[Mapping]:
     """The messages with the system and developer messages at their beginning made one."""
     count = 0

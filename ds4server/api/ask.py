@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ds4ref.chat import Block, ChatError, Options, Prompt
+from ds4ref.chat import Block, ChatError, Options, Prompt, with_systems_first
 from ds4ref.sampling import SamplingParams
 from ds4ref.stop import eos_policy
 
@@ -101,6 +101,7 @@ def prompt_of(service, ask):
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
         options = replace(options, response_format=ask.schema)
+        ask.messages = with_systems_first(conversation.chat.protocol, ask.messages)
         blocks = service.tools.blocks(ask.messages, ask.rendered_tools)
         prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
     except ChatError as error:

@@ -6,8 +6,8 @@ The artifacts are tiny ones with random weights; the protocols are the families'
 import numpy as np
 import pytest
 
-from ds4ref import tiny
-from ds4ref.chat import Options, collect
+from ds4ref import chat, tiny
+from ds4ref.chat import Options, collect, deepseek4, qwen
 from ds4ref.conversation import Conversation
 from ds4ref.families import FAMILIES
 from ds4ref.generation import run
@@ -128,3 +128,11 @@ def test_the_opening_is_what_other_conversations_share(conversation, tools):
     assert first[:at] == other[:at] and first[at] != other[at]
     assert ids_of("Husum?", "And then?")[1] == at == ids_of(".")[1]
     assert conversation.opening([{"role": "assistant", "content": "04:10"}], None, Options(), first) is None
+
+
+def test_systems_come_first_where_a_protocol_wants_them_there():
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "x"}, {"role": "developer", "content": "y"}]
+    merged = chat.with_systems_first(qwen, messages)
+    assert merged == [{"role": "system", "content": "x\n\ny"}, {"role": "user", "content": "a"}]
+    assert chat.with_systems_first(qwen, merged) == merged, "one system message at the beginning stays as it is"
+    assert chat.with_systems_first(deepseek4, messages) == messages

@@ -25,7 +25,9 @@ def test_nothing_without_the_key(client, path, headers):
     assert KEY not in answer.text and answer.headers["access-control-allow-origin"] == "*"
 
 
-@pytest.mark.parametrize("headers", [{"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}])
+@pytest.mark.parametrize(
+    "headers", [{"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}]
+)
 def test_with_the_key(client, headers):
     assert client.simulate_get("/v1/models", headers=headers).status_code == 200
 

@@ -14,31 +14,35 @@ from .conftest import launch
 
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "conformance"
-FAMILIES = {"deepseek4": "DSML", "qwen35": "XML calls", "glm5-next": "argument keys", "k2-horizon": "JSON calls"}
-"""Families whose call syntaxes differ, beside the embedded artifact's."""
+FAMILIES = {"qwen35": "XML calls", "glm-dsa": "argument pairs", "exaone-moe": "JSON calls"}
+"""Families whose call syntaxes differ from each other's and from DSML, the embedded artifact's."""
+SEED = "2"
+"""Of their weights. Not every random model writes what the suite takes for granted: it counts the tokens of some answers, among
+which there must be no control token."""
+ALWAYS = ("test_text.py", "test_tools.py", "test_validation.py")
 
 
-def run(url, *options):
+def run(url, *options, files=()):
     """(exit code, the end of what pytest said) of the suite against ``url``."""
-    pytest_alone = ["-m", "pytest", str(SUITE), "-q", "-p", "no:cacheprovider", "--rootdir", str(SUITE), "-c", os.devnull]
+    where = [str(SUITE / name) for name in files] or [str(SUITE)]
+    pytest_alone = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(SUITE), "-c", os.devnull, *where]
     command = [sys.executable, *pytest_alone, "--base-url", url, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3300)
     return done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def conform(*options, backend="numpy", flags=()):
+def conform(*options, backend="numpy", flags=(), files=()):
     server = launch("--ctx", "32768", "--mem-floor-gb", "1", "--max-queue", "64", *flags, backend=backend)
     try:
-        code, said = run(server.url, *options)
+        code, said = run(server.url, *options, files=files)
         assert code == 0, said
     finally:
         server.process.kill()
 
 
-@pytest.mark.skipif(not SUITE.exists(), reason="the source distribution without its suite")
 def test_core_on_the_embedded_artifact():
-    """What every release must pass, of the messages that this project is asked most."""
-    conform("-m", "core", "-k", "chat or messages and not disconnect")
+    """Of what every release must pass, the part that a minute or two allow."""
+    conform("-m", "core", files=ALWAYS)
 
 
 @pytest.mark.slow
@@ -53,5 +57,5 @@ def test_everything_on_the_embedded_artifact(backend):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_on_other_call_syntaxes(family, tmp_path):
     path = tmp_path / f"{family}.gguf"
-    subprocess.run([sys.executable, "-m", "ds4ref", "tiny", family, "-o", str(path)], check=True)
-    conform("--request-timeout", "600", flags=("-m", str(path)))
+    subprocess.run([sys.executable, "-m", "ds4ref", "tiny", family, "--seed", SEED, "-o", str(path)], check=True)
+    conform("--request-timeout", "600", backend="auto", flags=("-m", str(path)))
