@@ -7,6 +7,7 @@ Both are bounded and forgotten in order of last use. Blocks may also come from t
 
 import threading
 from collections import OrderedDict
+from typing import NamedTuple
 
 from ds4ref.chat import Block
 
@@ -14,6 +15,14 @@ MAX_IDS = 100_000
 MAX_TEXT = 512 << 20  # bytes of blocks
 MAX_PENDING = 64  # conversations that wait for results
 MAX_PENDING_TOKENS = 16 << 20  # of their prompts
+
+
+class Pending(NamedTuple):
+    """A conversation that waits for results. frontier: whose live state ends there, "serial" or "bank"; size: its tokens."""
+
+    messages: list[dict]
+    frontier: str
+    size: int
 
 
 class ToolMemory:
@@ -27,20 +36,20 @@ class ToolMemory:
         self._blocks = OrderedDict()  # a block's ids → the block, the one used last at the end
         self._ids_of = {}  # id → the ids of its block
         self._text = 0
-        self._pending = OrderedDict()  # ids → (messages, tokens)
+        self._pending = OrderedDict()  # ids → Pending
         self._pending_size = 0
 
-    def remember(self, ids, block, messages, size):
+    def remember(self, ids, block, pending):
         """An answer has ended with calls of these ids. block: their text as sampled, or None where it cannot be replayed;
-        messages: the conversation with the answer; size: tokens of its prompt. Returns id → text of what is replayed."""
+        pending: the conversation with the answer. Returns id → text of what is replayed."""
         ids, exact = tuple(ids), block is not None and self._exact
         with self._lock:
             if exact:
                 self._keep(Block(block, ids))
-            self._pending[ids] = messages, size
-            self._pending_size += size
+            self._pending[ids] = pending
+            self._pending_size += pending.size
             while len(self._pending) > MAX_PENDING or (self._pending_size > MAX_PENDING_TOKENS and len(self._pending) > 1):
-                self._pending_size -= self._pending.popitem(last=False)[1][1]
+                self._pending_size -= self._pending.popitem(last=False)[1].size
         return dict.fromkeys(ids, block) if exact else {}
 
     def _keep(self, block):
@@ -84,14 +93,14 @@ class ToolMemory:
                     self._keep(Block(text, group))
 
     def pending(self, ids):
-        """The conversation, with the answer, whose calls are exactly those of ``ids`` in any order; None where it is not
+        """The :class:`Pending` conversation whose last calls are exactly those of ``ids`` in any order; None where it is not
         known."""
         with self._lock:
             found = next((key for key in reversed(self._pending) if set(key) == set(ids)), None)
             if found is None:
                 return None
             self._pending.move_to_end(found)
-            return list(self._pending[found][0])
+            return self._pending[found]
 
     def known(self):
         """(ids, bytes) of the blocks that are kept."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from ds4ref.chat import collect
 
 from ..jobs import Admitted, Ended, Failed, Job, Produced
+from ..lanes import SERIAL
+from ..toolmemory import Pending
 from . import sse
 from .ask import again, jobs_of
 from .body import read_object
@@ -104,8 +106,9 @@ class Answers:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         block = next((text for text, _, n in found.generation.blocks if n == len(calls)), None)
-        messages, size = [*self.ask.messages, message], len(found.generation.prompt)
-        found.job.blocks |= self._service.tools.remember([call["id"] for call in calls], block, messages, size)
+        frontier = SERIAL if found.job.lane == SERIAL else "bank"
+        pending = Pending([*self.ask.messages, message], frontier, len(found.generation.prompt))
+        found.job.blocks |= self._service.tools.remember([call["id"] for call in calls], block, pending)
 
     def collect(self, gone):
         """The :class:`Outcome` of every choice, in order. ApiError where the engine failed; sse.ClientGone."""

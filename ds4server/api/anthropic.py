@@ -91,7 +91,7 @@ def ask_of(service, body, request):
     """The :class:`Ask` of a Messages request. ApiError 400."""
     if request.messages is None:
         raise bad_request("messages is required: an array of messages", "messages")
-    messages = continued(service, anthropic_blocks.messages(request.system, request.messages), "messages")
+    messages, frontier = continued(service, anthropic_blocks.messages(request.system, request.messages), "messages")
     tools = anthropic_blocks.tools(request.tools)
     choice, parallel = anthropic_choice(request.tool_choice, tools)
     form_field, form = _form(request)
@@ -103,8 +103,8 @@ def ask_of(service, body, request):
         messages=messages, tools=tools, choice=choice, parallel=parallel,
         controls={name: body.get(name) for name in CONTROLS} | {"reasoning_effort": _effort(request)},
         thinking_budget=request.thinking_tokens(), budget=request.max_tokens,
-        stops=stop_strings(request.stop_sequences, "stop_sequences"), ignore_eos=bool(request.ignore_eos), form=form,
-        form_field=form_field,
+        stops=stop_strings(request.stop_sequences, "stop_sequences"), ignore_eos=bool(request.ignore_eos),
+        frontier=frontier, form=form, form_field=form_field,
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class Ask:
     n: int = 1
     ignore_eos: bool = False
     token_ids: bool = False
+    frontier: str | None = None
+    """Whose live state it goes on from where it brings only the results of a turn: "serial" or "bank"."""
     form: str | Mapping | None = None
     form_field: str = "response_format"
     scored: bool = False
@@ -233,7 +235,7 @@ def _job(service, ask, request_id, mailbox, source, choice, index):
     needs = Needs(
         len(source.ids), generation.budget, greedy=ask.sampling.temperature == 0, stream=ask.stream,
         thinks=prompt is not None and prompt.thinking, stops=bool(ask.stops), tools=bool(source.tools),
-        token_ids=ask.token_ids,
+        token_ids=ask.token_ids, frontier=ask.frontier,
     )  # fmt: skip
     return Job(
         generation, ask.surface, request_id, None if prompt is None else prompt.fallback_reason, source.marks, needs,

@@ -4,14 +4,15 @@ from .errors import bad_request
 
 
 def continued(service, messages, field):
-    """``messages`` (canonical) such that every result has its call before it.
+    """(``messages``, canonical, such that every result has its call before it; "serial" or "bank" where they go on from a live
+    turn, whose state that one holds, else None).
 
     Results without their calls must come first and be those of one answer of this server that waits for them; they then go on
     where it ended, under the instructions it was given under. ApiError 400 naming ``field`` where there is no such answer.
     """
     orphans = results_without_calls(messages)
     if not orphans:
-        return messages
+        return messages, None
     rest = messages[next(i for i, message in enumerate(messages) if message["role"] != "system") :]
     waiting = service.tools.pending(orphans)
     if waiting is None or [message.get("tool_call_id") for message in rest[: len(orphans)]] != orphans:
@@ -20,7 +21,7 @@ def continued(service, messages, field):
             f"{field}: no call stands before the result for {shown}, and nothing here waits for it; replay the full history",
             field,
         )  # fmt: skip
-    return waiting + rest
+    return [*waiting.messages, *rest], waiting.frontier
 
 
 def results_without_calls(messages):

@@ -123,7 +123,7 @@ def read(service, body):
     box = Toolbox()
     box.add(request.tools, "tools")
     leading = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    messages = continued(service, leading + response_items.messages(request.input, box), "input")
+    messages, frontier = continued(service, leading + response_items.messages(request.input, box), "input")
     choice = tool_choice(request.tool_choice, box)
     form = response_format(request.text.format, "text.format", nested=False) if request.text else None
     if form is not None and choice.mode == "required":
@@ -135,7 +135,7 @@ def read(service, body):
         model=request.model, stream=bool(request.stream), messages=messages, tools=box.definitions or None, choice=choice,
         parallel=request.parallel_tool_calls is not False, controls=_controls(body, request),
         thinking_budget=request.thinking_tokens(), budget=request.budget, stops=stop_strings(request.stop),
-        ignore_eos=bool(request.ignore_eos), form=form, form_field="text.format",
+        ignore_eos=bool(request.ignore_eos), frontier=frontier, form=form, form_field="text.format",
     )  # fmt: skip
 
 

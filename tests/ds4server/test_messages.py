@@ -564,6 +564,7 @@ def test_results_alone_continue_the_answer_that_waits_for_them():
         results = user([result(call["id"], "02:14"), text("So?")])
         full = [user("Hello"), {"role": "assistant", "content": answer["content"]}, results]
         alone = whole(found, **fields, messages=[results])
+        assert found.stats()["route_decisions"]["need_live_frontier"] == 1, "the serial lane holds the turn"
         assert prompt_of(alone["usage"]) == prompt_of(whole(found, **fields, messages=full)["usage"])
         counted = post(found, PATH + "/count_tokens", **fields, messages=[results]).json
         assert counted == {"input_tokens": prompt_of(alone["usage"])}

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ds4server.assembly import tool_memory
 from ds4server.options import read
-from ds4server.toolmemory import MAX_PENDING, ToolMemory
+from ds4server.toolmemory import MAX_PENDING, Pending, ToolMemory
 
 from .inprocess import CONVERSATION
 
@@ -15,7 +15,7 @@ def history(*ids):
 
 
 def remember(memory, ids, text):
-    memory.remember(ids, text, history(*ids), 1)
+    memory.remember(ids, text, Pending(history(*ids), "bank", 1))
 
 
 def test_a_block_belongs_to_all_its_ids():
@@ -66,7 +66,7 @@ def test_what_waits_for_results():
     for i in range(MAX_PENDING + 1):
         remember(memory, [f"{i}a", f"{i}b"], None)
     assert memory.pending(["0a", "0b"]) is None, "forgotten"
-    assert memory.pending(["1b", "1a"]) == history("1a", "1b")
+    assert memory.pending(["1b", "1a"]).messages == history("1a", "1b")
     assert memory.pending(["1a"]) is None, "all results belong together"
     assert memory.known() == (0, 0)
 
