@@ -63,22 +63,22 @@ def test_stop_tokens_exist_in_the_vocabulary(conversation):
 
 
 @pytest.mark.parametrize(
-    ("tools", "thinking"),
+    ("tools", "thinking", "turns"),
     [
-        pytest.param(None, True, id="plain-thinking"),
-        pytest.param(TOOLS, False, id="tools-direct"),
-        pytest.param(None, False, id="plain-direct", marks=pytest.mark.slow),
-        pytest.param(TOOLS, True, id="tools-thinking", marks=pytest.mark.slow),
+        pytest.param(None, True, 4, id="plain-thinking"),
+        pytest.param(TOOLS, False, 2, id="tools-direct"),
+        pytest.param(None, False, 7, id="plain-direct", marks=pytest.mark.slow),
+        pytest.param(TOOLS, True, 7, id="tools-thinking", marks=pytest.mark.slow),
     ],
 )
-def test_a_growing_conversation_hits_every_turn(model, conversation, tools, thinking):
-    """Seven turns through the family's own rendering, with reasoning in the answers and, with tools, a call in every other
+def test_a_growing_conversation_hits_every_turn(model, conversation, tools, thinking, turns):
+    """Turns through the family's own rendering, with reasoning in the answers and, with tools, a call in every other
     turn. Each turn computes at most what its rendering adds to the last one's, up to what a template drops from history,
     which a checkpoint at the mark makes cheap. Logits equal those of a cold run, bit for bit."""
     options = Options(thinking=thinking)
     reuser = Reuser(model.new_state, 8192, policy=Policy("partial", minimum=8))
     messages, before = [], []
-    for turn in range(7):
+    for turn in range(turns):
         messages.append({"role": "user", "content": f"Question {turn} about the harbour."})
         before = check_turn(model, conversation, reuser, messages, tools, options, before)
         answer = {"role": "assistant", "content": f"Answer {turn}."}
