@@ -2,6 +2,7 @@
 
 import hmac
 import secrets
+import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -47,6 +48,8 @@ class Service:
     ignore_eos_in_reasoning: bool = False
     clients: object = lambda: 0
     """() → open connections."""
+    max_clients: int = sys.maxsize
+    """Connections beyond which nothing is generated; what only looks is always answered."""
     durations: Durations = field(default_factory=Durations)
     disconnect_abort: bool = True
     default_temperature: float = 1.0

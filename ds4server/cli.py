@@ -22,6 +22,7 @@ from .plan import resolve
 
 log = logging.getLogger("ds4server")
 TOY = "ds4-tiny"
+SPARE = 64  # connections for those who are refused or only look
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
@@ -311,6 +312,7 @@ def _listen(request, service):
     threads = min(_unbounded(request.max_queue) + service.plan.effective["max_seqs"], clients, 4096) + 16
     max_body = request.max_body_mb << 20
     sockets = {}
+    service.max_clients = clients
     service.clients = lambda: sum(isinstance(found, HTTPChannel) for found in list(sockets.values()))
     try:
         server = create_server(
@@ -319,7 +321,7 @@ def _listen(request, service):
             host=request.host,
             port=request.port,
             threads=threads,
-            connection_limit=max(1, min(clients, 65536)),
+            connection_limit=min(clients, 65536) + SPARE,
             channel_request_lookahead=1,
             max_request_body_size=max_body + 1,
             outbuf_high_watermark=1 << 20,

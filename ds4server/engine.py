@@ -58,10 +58,14 @@ class Engine:
 
     # What HTTP threads call
 
-    def check(self, nbytes=0):
-        """QueueFull or Stopping where ``submit`` would refuse a job with a body of so many bytes now; for before it is read."""
+    def check(self, nbytes=0, crowded=False):
+        """QueueFull or Stopping where ``submit`` would refuse a job with a body of so many bytes now; for before it is read.
+        crowded: whether there are more clients than may be."""
         with self._changed:
             self._check(nbytes)
+            if crowded:
+                self._submitted["shed.queue_full"] += 1
+                raise QueueFull
 
     def submit(self, *jobs):
         """Queue the jobs of one request, all or none. QueueFull when they would wait behind too many others or their body is

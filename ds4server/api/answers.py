@@ -44,7 +44,7 @@ class Outcome:
 def read(service, req):
     """The body of a generating request as a dict; what the engine would refuse anyway is refused before it is parsed."""
     with admission():
-        service.engine.check(req.content_length or 0)
+        service.engine.check(req.content_length or 0, service.clients() > service.max_clients)
     return read_object(req)
 
 

@@ -144,30 +144,42 @@ def test_a_crowd(clients, seconds):
 
 
 @pytest.mark.parametrize("places", [32, pytest.param(256, marks=pytest.mark.slow)])
-def test_the_client_after_the_last_place(places):
+def test_the_client_after_the_last_place(places, monkeypatch):
     """So many streams are held at once, all of them told that they wait; the next client gets 429 and when to come back."""
+    monkeypatch.setenv("DS4_SERVER_MAX_CLIENTS", "0")
     server = launch("--ctx", str(CONTEXT), "--max-queue", str(places), "--mem-floor-gb", "1", "--sse-keepalive-seconds", "1",
                     "--max-seqs", "1")  # fmt: skip
-    request = json.dumps(body(0) | {"max_tokens": 900}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request)}\r\n\r\n".encode()
-
-    async def hold():
-        streams = []
-        for _ in range(places + 1):
-            reader, writer = await asyncio.open_connection(*urlsplit(server.url).netloc.split(":"))
-            writer.write(head + request)
-            streams.append((reader, writer))
-        lines = await asyncio.gather(*(reader.readline() for reader, _ in streams))
-        assert set(lines) == {b"HTTP/1.1 200 OK\r\n"}, "all but one wait"
-        answer = await asyncio.to_thread(httpx.post, f"{server.url}/v1/chat/completions", content=request, timeout=30)
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-        assert answer.json()["error"]["code"] == "queue_full"
-        assert (await asyncio.to_thread(httpx.get, f"{server.url}/health", timeout=30)).status_code == 200
-        for _, writer in streams:
-            writer.close()
-
     try:
-        asyncio.run(asyncio.wait_for(hold(), 30 + places))
+        asyncio.run(asyncio.wait_for(hold(server, places + 1), 30 + places))
         assert settled(server)["requests"]["canceled"] >= places - 6
     finally:
         server.process.kill()
+
+
+def test_more_clients_than_may_be(monkeypatch):
+    """Beyond ``DS4_SERVER_MAX_CLIENTS`` nothing is generated, and who only looks is answered."""
+    monkeypatch.setenv("DS4_SERVER_MAX_CLIENTS", "6")
+    server = launch("--ctx", str(CONTEXT), "--mem-floor-gb", "1", "--sse-keepalive-seconds", "1")
+    try:
+        asyncio.run(asyncio.wait_for(hold(server, 6), 60))
+    finally:
+        server.process.kill()
+
+
+async def hold(server, streams):
+    """Open so many streams, see that all are held, and what happens to the next client."""
+    request = json.dumps(body(0) | {"max_tokens": 900}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request)}\r\n\r\n".encode()
+    opened = []
+    for _ in range(streams):
+        reader, writer = await asyncio.open_connection(*urlsplit(server.url).netloc.split(":"))
+        writer.write(head + request)
+        opened.append((reader, writer))
+    lines = await asyncio.gather(*(reader.readline() for reader, _ in opened))
+    assert set(lines) == {b"HTTP/1.1 200 OK\r\n"}, "all are held"
+    answer = await asyncio.to_thread(httpx.post, f"{server.url}/v1/chat/completions", content=request, timeout=30)
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "queue_full"
+    assert (await asyncio.to_thread(httpx.get, f"{server.url}/health", timeout=30)).status_code == 200
+    for _, writer in opened:
+        writer.close()
