@@ -38,7 +38,7 @@ class SamplingParams:
     presence_penalty       −2 … 2        on generated tokens
     frequency_penalty      −2 … 2        on generated tokens
     repetition_penalty     > 0           on prompt and generated tokens; 1 switches it off
-    logit_bias             −100 … 100    token id → number added to its logit; −100 bans the token
+    logit_bias             −100 … 100    token id → number added to its logit; −100 bans the token, unless none is left
     logprobs               bool          report the log-probability of each token
     top_logprobs           0 … 20        and of so many most likely ones; needs ``logprobs``
     =====================  ============  ==================================================================

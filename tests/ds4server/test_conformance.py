@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "conformance"
 FAMILIES = {"qwen35": "XML calls", "glm-dsa": "argument pairs", "exaone-moe": "JSON calls"}
 """Families whose call syntaxes differ from each other's and from DSML, the embedded artifact's."""
-SEED = "2"
+SEED = "3"
 """Of their weights. Not every random model writes what the suite takes for granted: it counts the tokens of some answers, among
 which there must be no control token."""
 ALWAYS = ("test_text.py", "test_tools.py", "test_validation.py")
@@ -41,8 +41,8 @@ def conform(*options, backend="numpy", flags=(), files=()):
 
 
 def test_core_on_the_embedded_artifact():
-    """Of what every release must pass, the part that a minute or two allow."""
-    conform("-m", "core", files=ALWAYS)
+    """Of what every release must pass, the part that a minute allows."""
+    conform("-m", "core", "-k", "chat or test_validation", files=ALWAYS)
 
 
 @pytest.mark.slow
