@@ -56,5 +56,6 @@ def test_everything_on_the_embedded_artifact(backend):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_on_other_call_syntaxes(family, tmp_path):
     path = tmp_path / f"{family}.gguf"
-    subprocess.run([sys.executable, "-m", "ds4ref", "tiny", family, "--seed", str(FAMILIES[family]), "-o", str(path)], check=True)
+    made = ["tiny", family, "--seed", str(FAMILIES[family]), "-o", str(path)]
+    subprocess.run([sys.executable, "-m", "ds4ref", *made], check=True)
     conform("--request-timeout", "600", backend="auto", flags=("-m", str(path)))
