@@ -1,4 +1,5 @@
-"""The chat format of DeepSeek V4 (Flash and PRO): rendering. `Parser`, from `dsml`, reads the answers.
+"""The chat format of DeepSeek V4 (Flash and PRO): rendering, and the grammar of calls. `Parser`, from `dsml`, reads
+the answers.
 
 A prompt is
 
@@ -14,10 +15,25 @@ Knows nothing about token ids.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, call_arguments, flatten, jinja, jsontext, replayed
-from ds4ref.chat.dsml import CALLS, DSML, END_THINK, THINK, Parser, attribute
+from ds4ref.chat import (
+    NO_SPECIALS,
+    Block,
+    Options,
+    Prompt,
+    Specials,
+    call_arguments,
+    constraints,
+    flatten,
+    grammars,
+    jinja,
+    jsontext,
+    lark,
+    replayed,
+)
+from ds4ref.chat.dsml import DSML, END_THINK, THINK, Parser
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.guard import Guard
+from ds4ref.chat.lark import Writer
 
 __all__ = ["CALLS", "MARKERS", "REASONING", "STOPS", "Parser", "encode", "prepare", "refuse_template", "render", "settings"]
 
@@ -202,8 +218,8 @@ def _prepare_assistant(message: Mapping, content: str, guard: Guard, blocks: Map
 
 
 def _prepare_call(call: Mapping, guard: Guard) -> dict[str, Any]:
-    arguments = {guard.text(attribute(key)): _value(value, guard) for key, value in call_arguments(call).items()}
-    name = guard.text(attribute(str((call.get("function") or {}).get("name") or "")))
+    arguments = {guard.text(_attribute(key)): _value(value, guard) for key, value in call_arguments(call).items()}
+    name = guard.text(_attribute(str((call.get("function") or {}).get("name") or "")))
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -215,6 +231,13 @@ def _value(value: Any, guard: Guard) -> Any:
     if isinstance(value, str):
         return guard.text(value.replace(_PARAMETER_END, "&lt;" + _PARAMETER_END[1:]))
     return jsontext.Encoded(guard.text(jsontext.dumps(value).replace(_PARAMETER_END, "\\u003c" + _PARAMETER_END[1:])))
+
+
+def _attribute(text: str) -> str:
+    """A text inside the quotes of a tag's attribute."""
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(char, entity)
+    return text
 
 
 def _sort_results(messages: Iterable[Mapping]) -> list[Mapping]:
@@ -291,3 +314,41 @@ def _calls(calls: Sequence[Mapping]) -> str:
             lines.append("")
         lines.append(f"</{DSML}invoke>")
     return "\n".join([*lines, f"</{DSML}tool_calls>"])
+
+
+# --- the grammar of calls -------------------------------------------------------------------------------------------
+
+TRUE, FALSE, NEWLINE = '" string="true">', '" string="false">', "\n"
+
+
+def _call(writer: Writer, function: grammars.Function) -> str:
+    """The expression of one call. An argument states whether it is a string, so the two are never mistaken."""
+    closing = f"</{DSML}parameter>"
+    head = f'<{DSML}parameter name="'
+    bare = grammars.Bare(closing, DSML)
+
+    def value(spec: Any, root: Any) -> str:
+        if constraints.admits_all(spec, root):
+            kinds = lark.choice(map(writer.literal, (TRUE, FALSE)))
+            return f"{kinds} {writer.until(bare.text(), closing)} {writer.literal(NEWLINE)}"
+        texts, found = grammars.parts(spec, root, bare)
+        ways = [f"{writer.literal(TRUE)} {writer.until(lark.choice(texts), closing)}"] if texts else []
+        ways += [f"{writer.literal(FALSE)} {lark.choice(found)} {writer.literal(closing)}"] if found else []
+        if not ways:
+            raise ChatError("no value fits its schema")
+        return f"{lark.choice(ways)} {writer.literal(NEWLINE)}"
+
+    def pair(name: str, spec: Any, root: Any) -> str:
+        return f"{writer.literal(head + _attribute(name))} {value(spec, root)}"
+
+    def others(names: Sequence[str] | None, spec: Any, root: Any) -> str:
+        return f"{writer.literal(head)} {grammars.other_name(writer, names)} {value(spec, root)}"
+
+    arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name,
+                               empty=NEWLINE)
+    opening = writer.literal(f'<{DSML}invoke name="{_attribute(function.name)}">\n')
+    return " ".join(filter(None, (opening, arguments, writer.literal(f"</{DSML}invoke>"))))
+
+
+CALLS = grammars.Calls(f"<{DSML}tool_calls>", _call, ("\n", "\n", f"</{DSML}tool_calls>"),
+                       spelled=f"<({DSML}|DSML｜)?(tool_calls|invoke)")

@@ -28,14 +28,11 @@ Knows nothing about tokens. Source: the format's description in the vendor's enc
 deviations of the model that its users reported.
 """
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import regex
 
-from ds4ref.chat import constraints, grammars, jsontext, lark, schema
-from ds4ref.chat.errors import ChatError
+from ds4ref.chat import jsontext, schema
 from ds4ref.chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
-from ds4ref.chat.lark import Writer
 
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
@@ -53,53 +50,6 @@ _MARKS = regex.compile(
 _ATTRIBUTE = regex.compile(r"""([^\s=>"']+)[ \t\r\n]*=[ \t\r\n]*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
 _ENTITY = regex.compile("&(amp|lt|gt|quot|apos|#39);")
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'", "#39": "'"}
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
-def _call(writer: Writer, function: grammars.Function) -> str:
-    """The expression of one call. An argument states whether it is a string, so the two are never mistaken."""
-    closing = f"</{DSML}parameter>"
-    head = f'<{DSML}parameter name="'
-    bare = grammars.Bare(closing, DSML)
-
-    def value(spec: Any, root: Any) -> str:
-        if constraints.admits_all(spec, root):
-            kinds = lark.choice(map(writer.literal, (TRUE, FALSE)))
-            return f"{kinds} {writer.until(bare.text(), closing)} {writer.literal(NEWLINE)}"
-        texts, found = grammars.parts(spec, root, bare)
-        ways = [f"{writer.literal(TRUE)} {writer.until(lark.choice(texts), closing)}"] if texts else []
-        ways += [f"{writer.literal(FALSE)} {lark.choice(found)} {writer.literal(closing)}"] if found else []
-        if not ways:
-            raise ChatError("no value fits its schema")
-        return f"{lark.choice(ways)} {writer.literal(NEWLINE)}"
-
-    def pair(name: str, spec: Any, root: Any) -> str:
-        return f"{writer.literal(head + attribute(name))} {value(spec, root)}"
-
-    def others(names: Sequence[str] | None, spec: Any, root: Any) -> str:
-        return f"{writer.literal(head)} {grammars.other_name(writer, names)} {value(spec, root)}"
-
-    arguments = grammars.pairs(writer, function, pair, others, lambda name: bool(name) and "\n" not in name,
-                               empty=NEWLINE)
-    opening = writer.literal(f'<{DSML}invoke name="{attribute(function.name)}">\n')
-    return " ".join(filter(None, (opening, arguments, writer.literal(f"</{DSML}invoke>"))))
-
-
-def attribute(text: str) -> str:
-    """A text inside the quotes of a tag's attribute."""
-    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(char, entity)
-    return text
-
-
-TRUE, FALSE, NEWLINE = '" string="true">', '" string="false">', "\n"
-CALLS = grammars.Calls(f"<{DSML}tool_calls>", _call, ("\n", "\n", f"</{DSML}tool_calls>"),
-                       spelled=f"<({DSML}|DSML｜)?(tool_calls|invoke)")
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
 
 
 class Parser:
