@@ -95,8 +95,10 @@ class Answers:
 
     def _remember(self, found):
         """Keep what a later request may refer to by the ids of an answer's calls."""
+        if not found.job.calls:
+            return
         answer = collect(found.events)
-        if not answer.calls:
+        if not answer.calls:  # the only one was cut
             return
         calls = [
             {"id": self.call_id(found.job, i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

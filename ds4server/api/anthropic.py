@@ -17,9 +17,9 @@ from .body import read_object
 from .chat_messages import kind
 from .continuation import continued
 from .errors import bad_request
-from .formats import response_format
+from .formats import check_choice, response_format
 from .opaque import sealed
-from .requests import Common, Fields, parse, stop_strings
+from .requests import Common, Fields, check_effort, parse, stop_strings
 from .toolchoice import anthropic_choice
 
 SURFACE = "anthropic_messages"
@@ -95,8 +95,7 @@ def ask_of(service, body, request):
     tools = anthropic_blocks.tools(request.tools)
     choice, parallel = anthropic_choice(request.tool_choice, tools)
     form_field, form = _form(request)
-    if form is not None and choice.mode == "required":
-        raise bad_request(f"{form_field} cannot be combined with a tool_choice that forces a call", form_field)
+    check_choice(form, choice, form_field)
     _check_display(request.thinking)
     return Ask(
         SURFACE, request.sampling(service), "messages", model=request.model, stream=bool(request.stream),
@@ -121,9 +120,7 @@ def _effort(request):
     if request.output_config is not None:
         efforts.insert(0, ("output_config.effort", request.output_config.effort))
     for path, effort in efforts:
-        if effort is not None and (not isinstance(effort, str) or effort not in LEVELS):
-            found = repr(effort)[:60] if isinstance(effort, str) else kind(effort)
-            raise bad_request(f"{path} must be one of {', '.join(LEVELS)}, got {found}", path)
+        check_effort(effort, path)
     named = [effort for _, effort in efforts if effort is not None]
     return next((effort for effort in named if LEVELS[effort] == "none"), named[0] if named else None)
 

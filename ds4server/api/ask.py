@@ -89,10 +89,11 @@ class Ask:
 
 
 class Rendered(NamedTuple):
-    """A prompt, its token ids, and the options and call blocks that it was rendered with."""
+    """A prompt, its token ids, and the messages, options and call blocks that it was rendered from."""
 
     prompt: Prompt
     ids: list[int]
+    messages: list[dict]
     options: Options
     blocks: Mapping[str, Block]
 
@@ -103,9 +104,9 @@ def prompt_of(service, ask):
     try:
         options = conversation.options_of(ask.controls, service.context, service.alias(ask.model))
         options = replace(options, response_format=ask.schema)
-        ask.messages = with_systems_first(conversation.chat.protocol, ask.messages)
-        blocks = service.tools.blocks(ask.messages, ask.rendered_tools)
-        prompt = conversation.render(ask.messages, ask.rendered_tools, options, blocks)
+        messages = with_systems_first(conversation.chat.protocol, ask.messages)
+        blocks = service.tools.blocks(messages, ask.rendered_tools)
+        prompt = conversation.render(messages, ask.rendered_tools, options, blocks)
     except ChatError as error:
         # Only Chat Completions number the messages as they are rendered.
         named = error.field and (ask.surface == "openai_chat" or not error.field.startswith("messages"))
@@ -113,7 +114,7 @@ def prompt_of(service, ask):
     ids = conversation.encode(prompt)
     if not ids:
         raise bad_request(f"{ask.field} render to an empty prompt; at least one message is needed", ask.field)
-    return Rendered(prompt, ids, options, blocks)
+    return Rendered(prompt, ids, messages, options, blocks)
 
 
 def check_length(service, ids, name):
@@ -136,7 +137,7 @@ def jobs_of(service, ask, request_id):
     _check_model(service, ask.model)
     mailbox = Mailbox()
     if ask.messages is None:
-        return [job for i, ids in enumerate(ask.prompts) for job in _raw(service, ask, request_id, mailbox, ids, i)]
+        return _raw(service, ask, request_id, mailbox)
     return _rendered(service, ask, request_id, mailbox, range(ask.n))
 
 
@@ -172,13 +173,13 @@ class _Source:
 
 
 def _rendered(service, ask, request_id, mailbox, choices):
-    prompt, ids, options, blocks = prompt_of(service, ask)
+    prompt, ids, messages, options, blocks = prompt_of(service, ask)
     check_length(service, ids, ask.field)
     conversation, tools = service.conversation, ask.rendered_tools
-    marks = conversation.marks(ask.messages, tools, options, ids, blocks)
+    marks = conversation.marks(messages, tools, options, ids, blocks)
     opening = None
     if service.plan.effective["disk"]:
-        opening = conversation.opening(ask.messages, tools, options, ids, blocks)
+        opening = conversation.opening(messages, tools, options, ids, blocks)
     source = _Source(
         ids, prompt, tools, marks, opening, {name: block.text for name, block in blocks.items()}, think_level(prompt, options),
         grammar_of(service, ask, options),
@@ -186,10 +187,14 @@ def _rendered(service, ask, request_id, mailbox, choices):
     return [_job(service, ask, request_id, mailbox, source, choice, choice) for choice in choices]
 
 
-def _raw(service, ask, request_id, mailbox, ids, i):
-    check_length(service, ids, ask.field)
-    source = _Source(ids, grammar=grammar_of(service, ask))
-    return [_job(service, ask, request_id, mailbox, source, choice, i * ask.n + choice) for choice in range(ask.n)]
+def _raw(service, ask, request_id, mailbox):
+    for ids in ask.prompts:
+        check_length(service, ids, ask.field)
+    constraint = grammar_of(service, ask)
+    return [
+        _job(service, ask, request_id, mailbox, _Source(ids, grammar=constraint), choice, i * ask.n + choice)
+        for i, ids in enumerate(ask.prompts) for choice in range(ask.n)
+    ]  # fmt: skip
 
 
 def grammar_of(service, ask, options=None):

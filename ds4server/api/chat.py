@@ -14,7 +14,7 @@ from . import answers, chat_messages, sse
 from .answers import deliver
 from .ask import Ask
 from .errors import bad_request, envelope
-from .formats import response_format
+from .formats import check_choice, response_format
 from .requests import Budget, Common, StreamOptions, Whole, parse, stop_strings
 from .toolchoice import openai_choice
 
@@ -31,6 +31,8 @@ REFUSED = {
     "function_call": "function_call is not supported; use tool_choice",
     "audio": "audio output is not supported",
 }
+LEAST_LOGPROB = -9999.0
+"""What stands for the logarithm of zero, which JSON does not have."""
 CONTROLS = ("think", "enable_thinking", "thinking", "chat_template_kwargs", "reasoning_effort")
 
 
@@ -80,8 +82,7 @@ def ask_of(service, body, request):
     tools = chat_messages.tools(request.tools)
     choice = openai_choice(request.tool_choice, tools)
     form = response_format(request.response_format, "response_format")
-    if form is not None and choice.mode == "required":
-        raise bad_request("response_format cannot be combined with a tool_choice that forces a call", "response_format")
+    check_choice(form, choice, "response_format")
     budget = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     return Ask(
         SURFACE, request.sampling(service, bool(request.logprobs), request.top_logprobs or 0), "messages",
@@ -180,7 +181,7 @@ def logprob(tokenizer, entry):
 
 def _token(tokenizer, token, value):
     raw = tokenizer.token_bytes(token)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": max(value, -9999.0), "bytes": list(raw)}
+    return {"token": raw.decode("utf-8", "replace"), "logprob": max(value, LEAST_LOGPROB), "bytes": list(raw)}
 
 
 class Chunks:

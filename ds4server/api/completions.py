@@ -14,7 +14,7 @@ from ds4ref.tokenizer import Detokenizer
 from . import answers, sse
 from .answers import deliver
 from .ask import Ask
-from .chat import CONTROLS, usage
+from .chat import CONTROLS, LEAST_LOGPROB, usage
 from .chat_messages import kind
 from .errors import bad_request, envelope
 from .formats import response_format
@@ -233,10 +233,10 @@ class LogprobLists:
             self._offset += len(self._detokenizer.feed(first))
             entries = [*prompt[1], *entries]
         for entry in entries:
-            value = max(entry.logprob, -9999.0)
+            value = max(entry.logprob, LEAST_LOGPROB)
             tops = {}
             for token, found in (*entry.top, (entry.token, value)):
-                tops.setdefault(token_text(self._tokenizer, token), max(found, -9999.0))
+                tops.setdefault(token_text(self._tokenizer, token), max(found, LEAST_LOGPROB))
             for name, item in zip(out, (token_text(self._tokenizer, entry.token), value, tops, self._offset), strict=True):
                 out[name].append(item)
             self._offset += len(self._detokenizer.feed(entry.token))

@@ -4,6 +4,12 @@ from .chat_messages import kind
 from .errors import bad_request
 
 
+def check_choice(form, choice, path):
+    """ApiError 400 where a form of the text is asked for beside a call instead of text. path: of the form."""
+    if form is not None and choice.mode == "required":
+        raise bad_request(f"{path} cannot be combined with a tool_choice that forces a call", path)
+
+
 def response_format(value, path, nested=True):
     """None for free text, "json_object", or the JSON schema (a dict). ApiError 400 naming the field.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ds4ref.chat.request import LEVELS
 from ds4ref.sampling import SamplingParams, fresh_seed
 
 from .chat_messages import kind
@@ -104,6 +105,13 @@ def stop_strings(stop, field="stop"):
     if len(stops) > MAX_STOPS:
         raise bad_request(f"{field} must have at most {MAX_STOPS} strings, got {len(stops)}", field)
     return tuple(text for text in stops if text)
+
+
+def check_effort(effort, path):
+    """ApiError 400 for a level of thinking that is none of those in ``LEVELS``, or None."""
+    if effort is not None and (not isinstance(effort, str) or effort not in LEVELS):
+        found = repr(effort)[:60] if isinstance(effort, str) else kind(effort)
+        raise bad_request(f"{path} must be one of {', '.join(LEVELS)}, got {found}", path)
 
 
 def parse(model, body, refused=()):

@@ -18,11 +18,10 @@ from .answers import deliver
 from .ask import Ask, prompt_of
 from .body import read_object
 from .chat import logprob
-from .chat_messages import kind
 from .continuation import continued
 from .errors import bad_request
-from .formats import response_format
-from .requests import Budget, Common, Fields, Whole, parse, stop_strings
+from .formats import check_choice, response_format
+from .requests import Budget, Common, Fields, Whole, check_effort, parse, stop_strings
 from .response_output import Output, new_id
 from .response_tools import Toolbox, tool_choice
 
@@ -126,8 +125,7 @@ def read(service, body):
     messages, frontier = continued(service, leading + response_items.messages(request.input, box), "input")
     choice = tool_choice(request.tool_choice, box)
     form = response_format(request.text.format, "text.format", nested=False) if request.text else None
-    if form is not None and choice.mode == "required":
-        raise bad_request("text.format cannot be combined with a tool_choice that forces a call", "text.format")
+    check_choice(form, choice, "text.format")
     logprobs = request.includes(LOGPROBS)
     sampling = request.sampling(service, logprobs, (request.top_logprobs or 0) if logprobs else 0)
     return request, box, Ask(
@@ -142,9 +140,7 @@ def read(service, body):
 def _controls(body, request):
     """The thinking controls in Chat Completions spelling."""
     effort = request.reasoning.effort if request.reasoning else None
-    if effort is not None and (not isinstance(effort, str) or effort not in LEVELS):
-        found = repr(effort)[:40] if isinstance(effort, str) else kind(effort)
-        raise bad_request(f"reasoning.effort must be one of {', '.join(LEVELS)}, got {found}", "reasoning.effort")
+    check_effort(effort, "reasoning.effort")
     return {name: body.get(name) for name in ("think", "enable_thinking", "thinking")} | {"reasoning_effort": effort}
 
 
