@@ -71,11 +71,10 @@ class Model:
     ):
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
-        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes
-        "wide" where memory allows, and ``weights_layout`` says so. profile: of
-        :mod:`ds4jax.primitives`, that of the device where None. chunk: tokens per call in prefill; sizes and least_bucket:
-        chunk sizes and the shortest length of the past that programs are compiled for (fewer means fewer programs and more
-        padding). did: called for every tensor loaded.
+        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes "wide" on CPUs whose
+        machine has the memory, and ``weights_layout`` says so. profile: of :mod:`ds4jax.primitives`, that of the device where
+        None. chunk: tokens per call in prefill; sizes and least_bucket: chunk sizes and the shortest length of the past that
+        programs are compiled for (fewer means fewer programs and more padding). did: called for every tensor loaded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; {' or '.join(DTYPES)} is accepted")

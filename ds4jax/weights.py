@@ -157,9 +157,9 @@ def default_layout(platform):
 
 
 def roomy(layout, tensors):
-    """The layout "wide" in place of "cpu" where all of these tensors' planes so take at most half of the machine's memory. Not
-    of what is free: states on disk belong to one layout, so that a restart must not choose another."""
-    if layout != "cpu":
+    """The layout "wide" in place of "cpu" where a CPU computes and all of these tensors' planes so take at most half of the
+    machine's memory. Not of what is free: states on disk belong to one layout, so that a restart must not choose another."""
+    if layout != "cpu" or jax.default_backend() != "cpu":
         return layout
     wide = sum(
         prod(t.shape) if packing.kind(t.type, "wide") == "int8" else t.nbytes for t in tensors if len(t.shape) > 1

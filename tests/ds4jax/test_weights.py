@@ -131,6 +131,9 @@ def test_wide_only_where_memory_allows(monkeypatch):
         monkeypatch.setattr(weights, "_machine_memory", lambda available=available: available)
         assert weights.roomy("cpu", tensors) == layout
         assert weights.roomy("gpu", tensors) == "gpu" and weights.roomy("lean", tensors) == "lean"
+    monkeypatch.setattr(weights, "_machine_memory", lambda: 2 * taken)
+    monkeypatch.setattr(weights.jax, "default_backend", lambda: "mps")
+    assert weights.roomy("cpu", tensors) == "cpu", "a GPU that keeps the CPU's layout has no memory to spare"
 
 
 def test_stacks_are_not_copied():
