@@ -89,8 +89,7 @@ class Model:
         self.layout = self.family.layout(self.config)
         self.context, self.banks, self.chunk = context, banks, min(chunk, context)
         self._sizes, self._buckets = tuple(sorted(sizes)), buckets(min(least_bucket, context), context)
-        tensors_of = getattr(self.arithmetic, "tensors_of", lambda config, artifact: artifact.tensors)
-        tensors = {name: t for name, t in tensors_of(self.config, artifact).items() if self.arithmetic.uses(self.config, name)}
+        tensors = families.tensors(artifact, self.config)
         prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
         homes = getattr(self.arithmetic, "homes", lambda config: {})(self.config)
         self.plan = Plan.of(self.config, tensors, self.layout, prefix, homes)

@@ -168,9 +168,7 @@ def _on_device(artifact, config):
     """The tensors that ds4jax loads."""
     from ds4jax import families as device
 
-    arithmetic = device.of(artifact)
-    tensors_of = getattr(arithmetic, "tensors_of", lambda config, artifact: artifact.tensors)
-    return [tensor for name, tensor in tensors_of(config, artifact).items() if arithmetic.uses(config, name)]
+    return list(device.tensors(artifact, config).values())
 
 
 def after_open(found, model, reuser, layout, serving=None):

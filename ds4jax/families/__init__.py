@@ -56,3 +56,10 @@ def of(artifact):
         name = f"{artifact.path.name}: ds4jax does not implement architecture {artifact.architecture!r}"
         raise ArtifactError(f"{name} (it has: {known})")
     return family
+
+
+def tensors(artifact, config):
+    """Name → tensor of those that are loaded, by the names and in the shapes that the family's module reads."""
+    family = of(artifact)
+    found = family.tensors_of(config, artifact) if hasattr(family, "tensors_of") else artifact.tensors
+    return {name: tensor for name, tensor in found.items() if family.uses(config, name)}
