@@ -12,7 +12,7 @@ passes only. Every row samples, stops and ends by its own ``Generation``; whatev
 Jobs wait in order of arrival for one of three lanes (:mod:`lanes`). The continuous lane runs as many rows as there are banks
 for it; beside it runs one serial job or one group of static rows. All lanes take banks from the same pool, so a
 conversation may go from one to another. A job of another lane may pass one whose lane is taken; none passes one that waits for
-a bank.
+a bank, but for the turn that a held bank owes (:mod:`holds`).
 
 One thread calls everything here. Knows nothing about HTTP, queues between threads, or model families.
 """
@@ -28,6 +28,7 @@ from ds4ref.sampling import logprobs
 from ds4ref.stop import Finish
 
 from .banks import REFUSALS
+from .holds import Holds
 from .jobs import Admitted, Ended, Failed, Job, Produced
 from .lanes import CONTINUOUS, FAILED, LANES, REASONS, REJECTED, SERIAL, STATIC, SURFACES, Environment, fallback, gather, route
 
@@ -108,6 +109,7 @@ class Scheduler:
     coalesce_ms: float = 0
     stopped: object = lambda: False
     arriving: object = lambda: False
+    holds: Holds = field(default_factory=Holds)
     counts: Counter = field(default_factory=lambda: Counter(dict.fromkeys(COUNTERS, 0)))
     rows: list[Row] = field(default_factory=list)
     waiting: list[Job] = field(default_factory=list)
@@ -146,15 +148,17 @@ class Scheduler:
         closed = {CONTINUOUS} if self._of(CONTINUOUS) >= self.env.width else set()
         if len(self.rows) > self._of(CONTINUOUS):
             closed |= {SERIAL, STATIC}
-        look = None
+        starved = next((job.arrived for job in self.waiting if job.lane not in closed), None) if not self._free() else None
+        look = self.holds.expire(starved)
         for job in list(self.waiting):
             if job.lane in closed or job not in self.waiting:
                 continue
-            if not self._free():
-                break
+            if not self.holds.answers(job.generation.prompt) and not self._free():
+                continue
             begin = [job]
             if job.lane == STATIC:
-                begin, look = self._gathered(job)
+                begin, gathering = self._gathered(job)
+                look = min((ms for ms in (look, gathering) if ms is not None), default=None)
             for other in begin:
                 lane = other.lane
                 if not self._start(other):
@@ -218,6 +222,7 @@ class Scheduler:
                 self.keeper.displaced(target)
         source = None if decision.source is None else reuser.banks[decision.source]
         admission = reuser.admit(prompt, text, job.marks, decision)
+        self.holds.forget(admission.bank)
         try:
             stops = self.keeper.begin(admission, source, serial, job.marks, job.opening, job.blocks)
             row = Row(job, admission, job.generation.start(), tuple(sorted({*stops, *admission.stops})))
@@ -407,6 +412,8 @@ class Scheduler:
             self.reuser.retire(row.bank, self.keeper.text_of(row.state.tokens))
             self._end(row.job, outcome, event)
             self.keeper.retired(row.bank)
+            if row.job.outcome == "completed" and row.job.calls:
+                self.holds.hold(row.bank)
         except Exception:
             log.exception("a bank could not be kept")
             self._empty(row.bank)
@@ -436,6 +443,7 @@ class Scheduler:
 
     def _empty(self, bank):
         self.keeper.forget(bank)
+        self.holds.forget(bank)
         try:
             self.reuser.clear(bank)
         except Exception:
