@@ -1,9 +1,9 @@
 """Banks that are held for a turn they owe: the answer called tools, and its conversation goes on with their results.
 
 While tools run, another conversation could take the bank, and the prompt would be computed again. So the bank is protected
-after such an answer, if it holds enough that computing it again costs more than waiting. A hold ends when a prompt begins with
-all of what the bank holds, which is the turn that it owes or a copy of it; after ``HELD`` seconds; and, oldest first, when another
-request has waited ``PATIENCE`` seconds for a bank: tools may never answer.
+after such an answer, if it holds enough that computing it again costs more than waiting. A hold ends when a prompt begins
+with all of what the bank holds, which is the turn that it owes or a copy of it; after ``HELD`` seconds; and, oldest first, when
+another request has waited ``PATIENCE`` seconds for a bank: tools may never answer.
 
 One thread calls everything here. Knows nothing about jobs, lanes or disks.
 """
