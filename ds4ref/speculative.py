@@ -106,7 +106,8 @@ class Pace:
 
 
 class Stepwise:
-    """A target that computes one token at a time. Another backend offers the same verbs, ``verify`` in one call for all tokens.
+    """A target that computes one token at a time. Another backend offers the same verbs, ``prefill`` and ``verify`` in one call
+    for all tokens.
 
     It remembers a checkpoint per token of the trial, which holds what cannot be truncated; the rest is cut in place.
     """
@@ -126,6 +127,10 @@ class Stepwise:
         self.model.step(self.state, token, trace)
         return taps
 
+    def prefill(self, tokens, names):
+        """Consume ``tokens``, a chunk of a prompt; → the traced parts ``names`` of every one."""
+        return [self.feed(token, names) for token in tokens]
+
     def verify(self, tokens, names):
         """Consume ``tokens`` on trial; → (logits [V] after each, its traced parts ``names``)."""
         rows, taps, self._marks = [], [], []
@@ -141,13 +146,26 @@ class Stepwise:
             self.state.rewind(self._marks[n - 1])
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What is to be judged. tokens: those that the target consumes on trial, the newest of the answer first; drafts: ids; qs:
+    the distribution [V] that each came from."""
+
+    tokens: list[int]
+    drafts: list[int]
+    qs: list[np.ndarray]
+
+
 @dataclass
 class Speculator:
     """Drafting for one answer on ``target``. Between two calls its state and the draft stand at the same token.
 
     width: drafts of a trial at most; margin: a draft whose logit leads the second best by less ends the proposal; draft: what
     the drafter kept of this sequence (``drafting.follow`` says whether it still fits); mask: where the answer has a grammar,
-    ``mask(drafts)`` → bool [V], what it excludes after so many drafts.
+    ``mask(drafts)`` → bool [V], what it excludes after so many drafts, or None where nothing may follow them.
+
+    Whoever verifies for several answers at once takes :meth:`advance` apart: ``prepare`` for each, :func:`verify_together`,
+    ``settle`` for each.
     """
 
     target: object
@@ -177,29 +195,45 @@ class Speculator:
         """Consume a token that is no draft."""
         self.drafter.extend(self.draft, token, self.target.feed(token, self.drafter.taps))
 
+    def prefill(self, tokens):
+        """Consume ``tokens`` of the prompt."""
+        for token, taps in zip(tokens, self.target.prefill(tokens, self.drafter.taps), strict=True):
+            self.drafter.extend(self.draft, token, taps)
+
     def advance(self, generation):
         """One trial from the newest token of ``generation``, which has not finished. → its :class:`Step` list, not empty."""
+        trial = self.prepare(generation)
+        return self.settle(generation, trial, *self.target.verify(trial.tokens, self.drafter.taps))
+
+    def prepare(self, generation, most=None):
+        """The :class:`Trial` that goes on from the newest token of ``generation``, which has not finished. most: drafts at
+        most, None for as many as are worth it. Nothing is computed by the target."""
         token = generation.generated[-1]
-        drafts, qs = self._propose(generation, token)
+        drafts, qs = self._propose(generation, token, most)
         # An end token would never be consumed: it is judged, but not computed.
         end = bool(drafts) and generation.policy.is_end(drafts[-1])
-        tokens = [token, *(drafts[:-1] if end else drafts)]
-        rows, taps = self.target.verify(tokens, self.drafter.taps)
-        steps, judged, kept = self._accept(generation, rows, drafts, qs)
+        return Trial([token, *(drafts[:-1] if end else drafts)], drafts, qs)
+
+    def settle(self, generation, trial, rows, taps):
+        """Judge a trial whose tokens the target has consumed, and keep what stands. rows, taps: of ``target.verify``.
+        → its :class:`Step` list, not empty."""
+        steps, judged, kept = self._accept(generation, rows, trial.drafts, trial.qs)
         self.target.keep(len(steps))
-        for t, seen in zip(tokens, taps[: len(steps)], strict=False):
-            self.drafter.extend(self.draft, t, seen)
-        if drafts:
+        for token, seen in zip(trial.tokens, taps[: len(steps)], strict=False):
+            self.drafter.extend(self.draft, token, seen)
+        if trial.drafts:
             self.trials += 1
             self.drafted += judged
             self.accepted += kept
             self.pace.judged(kept, judged - kept)
         return steps
 
-    def _propose(self, generation, token):
+    def _propose(self, generation, token, most):
         """(drafts, the distribution that each came from): no more than context and budget leave room for."""
         limit = min(generation.budget, generation.context - len(generation.prompt))
         width = min(self.pace.width(), limit - len(generation.generated) - 1)
+        if most is not None:
+            width = min(width, most)
         qs = []
         if width < 1:
             return [], qs
@@ -239,7 +273,10 @@ class _Chooser:
             self.counts = Counts(len(logits), self.generation.prompt)
             for token in self.generation.generated:
                 self.counts.add(token)
-        q = distribution(logits, params, counts=self.counts, banned=self._banned())
+        banned = self._banned()
+        if banned is None:
+            return None
+        q = distribution(logits, params, counts=self.counts, banned=banned)
         if params.temperature == 0:
             token = int(np.argmax(q))
         else:
@@ -258,7 +295,10 @@ class _Chooser:
         masked = self.generation.policy.masked(self.tracker is not None and self.tracker.is_open)
         if self.mask is None:
             return masked
-        banned = np.array(self.mask(tuple(self.drafts)), dtype=bool)
+        banned = self.mask(tuple(self.drafts))
+        if banned is None:
+            return None
+        banned = np.array(banned, dtype=bool)
         banned[list(masked)] = True
         return masked if banned.all() else banned
 
@@ -269,6 +309,17 @@ def _lead(logits):
         return np.inf
     second, first = np.partition(logits, len(logits) - 2)[-2:]
     return first - second
+
+
+def verify_together(speculators, trials):
+    """(logits, taps) of each trial, as ``target.verify`` has them: in one program where the targets offer one for several
+    (``verify_together(targets, tokens of each, names)``) and share a model and a drafter, else one after another."""
+    targets, tokens = [speculator.target for speculator in speculators], [trial.tokens for trial in trials]
+    first = speculators[0]
+    shared = all(s.target.model is first.target.model and s.drafter is first.drafter for s in speculators)
+    if len(targets) > 1 and shared and hasattr(first.target, "verify_together"):
+        return first.target.verify_together(targets, tokens, first.drafter.taps)
+    return [s.target.verify(t, s.drafter.taps) for s, t in zip(speculators, tokens, strict=True)]
 
 
 def run(speculator, generation, prompt=None, progress=lambda done, total: None):

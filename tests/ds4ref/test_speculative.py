@@ -12,7 +12,7 @@ from ds4ref import speculative
 from ds4ref.generation import Generation
 from ds4ref.generation import run as run_plain
 from ds4ref.sampling import Counts, SamplingParams, distribution, sample, uniform
-from ds4ref.speculative import Drafted, Pace, Speculator, Stepwise, judge, run
+from ds4ref.speculative import Drafted, Pace, Speculator, Stepwise, judge, run, verify_together
 from ds4ref.state import State
 from ds4ref.stop import Finish, ReasoningTracker, StopPolicy
 
@@ -363,6 +363,39 @@ def test_end_tokens_are_judged_and_never_consumed():
             assert speculator.accepted == speculator.drafted == len(found.generated)
             drafted += speculator.drafted
     assert drafted > 20
+
+
+class Together(Stepwise):
+    """A target that notes how many trials are verified in one call."""
+
+    calls = []
+
+    def verify_together(self, targets, tokens, names):
+        self.calls.append(len(targets))
+        return [target.verify(t, names) for target, t in zip(targets, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("target", [Stepwise, Together])
+def test_answers_that_are_verified_together_are_what_they_are_alone(target):
+    """Each with a history, bounds of its trials, and prompts that are fed a chunk at a time."""
+    drafter, answers = ToyDrafter(COUSIN), [generation(GREEDY, prompt=[n, 1, 2], budget=12 + n) for n in range(3)]
+    speculators = [Speculator(target(TARGET, TARGET.new_state()), drafter, 4) for _ in answers]
+    for speculator, made in zip(speculators, answers, strict=True):
+        speculator.prefill(made.prompt[:2])
+        speculator.prefill(made.prompt[2:])
+        made.accept(speculator.state.logits)
+    Together.calls.clear()
+    while going := [(s, made) for s, made in zip(speculators, answers, strict=True) if made.finish is None]:
+        trials = [s.prepare(made, most) for most, (s, made) in enumerate(going, 1)]
+        assert all(len(trial.tokens) <= 1 + most for most, trial in enumerate(trials, 1))
+        seen = verify_together([s for s, _ in going], trials)
+        for (s, made), trial, (rows, taps) in zip(going, trials, seen, strict=True):
+            s.settle(made, trial, rows, taps)
+    for n, (speculator, made) in enumerate(zip(speculators, answers, strict=True)):
+        expected, at, _ = plain(GREEDY, prompt=[n, 1, 2], budget=12 + n)
+        assert (made.generated, speculator.state.tokens) == (expected.generated, at.tokens)
+        assert speculator.accepted > 0 and speculator.draft.tokens == at.tokens
+    assert (target is Together) == (3 in Together.calls)
 
 
 def test_width_is_what_the_drafter_can():
