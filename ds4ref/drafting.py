@@ -180,10 +180,14 @@ class Block:
         return self.module.draft_rows(self.config, self.weights, state, draft.length, token, count)[:count]
 
 
+def follows(draft, state):
+    """Whether ``draft``, or None, stands just where ``state`` does."""
+    return draft is not None and draft.length == state.length and draft.tokens == state.tokens[draft.start :]
+
+
 def follow(drafter, draft, state):
     """The draft to go on with at ``state``: ``draft`` itself where it stands just there, else a new one."""
-    there = draft is not None and draft.length == state.length and draft.tokens == state.tokens[draft.start :]
-    return draft if there else drafter.new(state.length)
+    return draft if follows(draft, state) else drafter.new(state.length)
 
 
 def attach(model, path=None):

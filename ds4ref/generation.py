@@ -17,10 +17,8 @@ reasoning does to the choice of tokens is ``guidance``'s.
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from .chat.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
-from .guidance import Guidance
+from .guidance import Guidance, excluded
 from .sampling import Counts, SamplingParams, logprobs, sample
 from .stop import Finish, ReasoningTracker, StopPolicy, StopStrings
 from .tokenizer import Detokenizer
@@ -156,16 +154,7 @@ class Generation:
     def _banned(self, masked, rows):
         """What the policy (``masked``) and the guidance exclude: ids, or bool [rows] under a grammar."""
         banned = () if self.guidance is None else self.guidance.banned(self.tracker.tail if self.tracker else b"")
-        if not isinstance(banned, np.ndarray):
-            return masked.union(banned) if banned else masked
-        out = np.ones(rows, dtype=bool)
-        out[: len(banned)] = banned
-        ends = list(masked)
-        allowed = out[ends].copy()
-        out[ends] = True
-        if out.all():  # nothing but the end may come, so no policy keeps it away
-            out[ends] = allowed
-        return out
+        return excluded(masked, banned, rows)
 
     def _parse(self, token):
         """The parser's events for one token."""

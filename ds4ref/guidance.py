@@ -11,8 +11,8 @@ Theory of operation
 
 A grammar is any object with ``begin(after_reasoning) → guide`` and ``demanding``, whether an answer has to come. A guide has
 ``banned()`` → bool [V], true where a token may not come next; ``accept(token)``; ``complete``, whether nothing but the end
-may follow. End tokens are among its tokens: banned until the grammar may stop. So the grammar speaks of what stands behind
-the reasoning, in tokens, markers included.
+may follow; ``copy()``, another that goes on from there. End tokens are among its tokens: banned until the grammar may stop.
+So the grammar speaks of what stands behind the reasoning, in tokens, markers included.
 
 In ANSWER text that spells a reasoning marker is text. Without a grammar only the budget counts, in whatever state.
 
@@ -20,7 +20,10 @@ Knows nothing about how grammars are written or compiled, and nothing about samp
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,21 @@ def straddling(tokens, closings):
             if ids:
                 found.setdefault(marker[:known], set()).update(ids)
     return tuple((head, frozenset(ids)) for head, ids in found.items())
+
+
+def excluded(masked, banned, rows):
+    """What may not come next: ids, or bool [rows] under a grammar. masked: ids, the stop policy's; banned: the guidance's, ids
+    or bool [V] with V ≤ rows."""
+    if not isinstance(banned, np.ndarray):
+        return masked.union(banned) if banned else masked
+    out = np.ones(rows, dtype=bool)
+    out[: len(banned)] = banned
+    ends = list(masked)
+    allowed = out[ends].copy()
+    out[ends] = True
+    if out.all():  # nothing but the end may come, so no policy keeps it away
+        out[ends] = allowed
+    return out
 
 
 class Guidance:
@@ -111,3 +129,40 @@ class Guidance:
         else:
             self._may_open = False
             self._guide.accept(token)
+
+    def copy(self):
+        """Another that goes on from here."""
+        twin = copy(self)
+        twin._forced = list(self._forced)
+        twin._guide = None if self._guide is None else self._guide.copy()
+        return twin
+
+
+class Ahead:
+    """What the guidance of an answer excludes behind tokens that are not the answer's yet: a ``speculative.Speculator.mask``.
+
+    Called with no tokens, then with one more each time; it begins anew where they are others.
+    """
+
+    def __init__(self, generation):
+        self._generation, self._tokens = generation, None
+
+    def __call__(self, tokens):
+        """Ids or bool [V]; None where nothing can be drafted: the grammar is complete, or the next token is settled."""
+        known = len(tokens) - 1
+        if known < 0 or self._tokens != tokens[:known]:
+            made, known = self._generation, 0
+            self._guidance, self._tracker, self._reasoning = made.guidance.copy(), made.tracker, made.reasoning_tokens
+        for token in tokens[known:]:
+            self._accept(token)
+        self._tokens = tokens
+        if self._guidance.complete or self._guidance.forced(self._reasoning) is not None:
+            return None
+        return self._guidance.banned(self._tracker.tail if self._tracker else b"")
+
+    def _accept(self, token):
+        if self._tracker is not None and not self._guidance.in_answer:
+            self._tracker = self._tracker.after(self._generation.tokenizer.token_bytes(token))
+        thinks = self._tracker is not None and self._tracker.is_open
+        self._guidance.accept(token, thinks)
+        self._reasoning += thinks

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .drafting import follow
+from .guidance import excluded
 from .sampling import Counts, distribution, draw, uniform
 
 DRAW, DRAFT, KEEP = 0, 1, 2  # lanes of random numbers
@@ -162,7 +163,7 @@ class Speculator:
 
     width: drafts of a trial at most; margin: a draft whose logit leads the second best by less ends the proposal; draft: what
     the drafter kept of this sequence (``drafting.follow`` says whether it still fits); mask: where the answer has a grammar,
-    ``mask(drafts)`` → bool [V], what it excludes after so many drafts, or None where nothing may follow them.
+    ``mask(drafts)`` → what it excludes after so many drafts, ids or bool [V], None where none can follow (``guidance.Ahead``).
 
     Whoever verifies for several answers at once takes :meth:`advance` apart: ``prepare`` for each, :func:`verify_together`,
     ``settle`` for each.
@@ -273,7 +274,7 @@ class _Chooser:
             self.counts = Counts(len(logits), self.generation.prompt)
             for token in self.generation.generated:
                 self.counts.add(token)
-        banned = self._banned()
+        banned = self._banned(len(logits))
         if banned is None:
             return None
         q = distribution(logits, params, counts=self.counts, banned=banned)
@@ -291,16 +292,14 @@ class _Chooser:
             self.tracker = self.tracker.after(self.generation.tokenizer.token_bytes(token))
         return token
 
-    def _banned(self):
+    def _banned(self, rows):
+        """What the next draft may not be: ids or bool [rows]; None where there is no next one."""
         masked = self.generation.policy.masked(self.tracker is not None and self.tracker.is_open)
-        if self.mask is None:
-            return masked
-        banned = self.mask(tuple(self.drafts))
+        banned = () if self.mask is None else self.mask(tuple(self.drafts))
         if banned is None:
             return None
-        banned = np.array(banned, dtype=bool)
-        banned[list(masked)] = True
-        return masked if banned.all() else banned
+        banned = excluded(masked, banned, rows)
+        return None if isinstance(banned, np.ndarray) and banned.all() else banned
 
 
 def _lead(logits):

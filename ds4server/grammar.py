@@ -71,6 +71,10 @@ class Guide:
         """Whether nothing but the end may follow."""
         return self._matcher.is_stopped()
 
+    def copy(self):
+        """Another that goes on from here."""
+        return Guide(self._compiler, self._matcher.deep_copy())
+
     def _check(self):
         if self._matcher.is_error():
             raise ValueError(f"the grammar of an answer failed: {self._matcher.get_error()}")

@@ -10,18 +10,20 @@ import sys
 import time
 
 import jsonschema
+import numpy as np
 import pytest
 
 from ds4ref import chat
 from ds4ref.chat import Block, Options, dots, grammars, lark, qwen, xmlcalls
 from ds4ref.families import FAMILIES
+from ds4ref.guidance import Ahead
 from ds4ref.pretokenizers import RULES
 from ds4ref.stop import Finish
 from ds4ref.tokenizer import CONTROL, NORMAL, Tokenizer
 from ds4server import grammar
 from ds4server.grammar import GrammarError, for_calls, for_format
 
-from .guided import GREEDY, begin, conversation, noise, random_tool, tape, tool
+from .guided import GREEDY, Noise, begin, conversation, noise, random_tool, tape, tool
 
 PROTOCOLS = {chat.PROTOCOLS[family]: family for family in sorted(FAMILIES)}
 BY_FAMILY = pytest.mark.parametrize("family", PROTOCOLS.values(), ids=PROTOCOLS.keys())
@@ -275,6 +277,35 @@ def test_a_budget_that_ends_inside_a_forced_call_is_reported_as_length():
         assert generation.finish == Finish.LENGTH and generation.broken_call is None
         assert [call.name for call in answer.calls] == ["none"]
         assert ("<function=tide>" in answer.text) is not stream
+
+
+@pytest.mark.parametrize(("family", "budget"), [("qwen35", 5), ("deepseek4", None), ("exaone-moe", 0)])
+def test_looking_ahead_is_being_there(family, budget):
+    """What the guidance excludes behind drafts is what it excludes once they are the answer; the answer does not notice."""
+    talk = conversation(family)
+    required = for_calls(talk, TOOLS, "required")
+
+    def new():
+        return begin(talk, TOOLS, grammar=required, thinking=True, thinking_budget=budget, budget=120)[1]
+
+    def there(made):
+        return None if made.forced is not None or made.guidance.complete else made.guidance.banned(made.tracker.tail)
+
+    model, made, found = Noise(talk, 3), new(), []
+    while made.finish is None:
+        found.append(there(made))
+        made.accept(model(made.generated))
+    model, again = Noise(talk, 3), new()
+    ahead = Ahead(again)
+    for at, token in enumerate(made.generated):
+        for n in range(min(4, len(found) - at)):
+            behind = ahead(tuple(made.generated[at : at + n]))
+            expected = found[at + n]
+            assert np.array_equal(behind, expected) if isinstance(expected, np.ndarray) else behind == expected
+            if expected is None:
+                break
+        assert again.accept(model(again.generated)).token == token
+    assert any(isinstance(entry, np.ndarray) for entry in found)
 
 
 def test_choices_share_a_grammar_and_not_their_places_in_it():
