@@ -255,24 +255,28 @@ def watch(job, limits, sample, write, asked=()):
 
 
 class Log:
-    """Lines of JSON in a file, flushed one by one. samples: whether these belong there too."""
+    """Lines of JSON in a file of bytes, flushed one by one. samples: whether these belong there too. A full disk ends no job."""
 
     def __init__(self, file, samples):
         self._file, self._samples = file, samples
 
     def write(self, event, **fields):
         if event != "sample" or self._samples:
-            line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields
-            print(json.dumps(line), file=self._file, flush=True)
+            line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields)
+            try:
+                self._file.write(f"{line}\n".encode())
+                self._file.flush()
+            except OSError as error:
+                print(f"ds4server.guard: this line of the log is lost, {error.strerror}: {line}", file=sys.stderr)
 
 
 def main(argv=None):
     """Run the command of a command line and return the exit code."""
     args, command = read(sys.argv[1:] if argv is None else argv)
     if args.log is None:
-        return _guard(args, command, Log(sys.stderr, samples=False).write)
+        return _guard(args, command, Log(sys.stderr.buffer, samples=False).write)
     try:
-        with Path(args.log).open("a", encoding="utf-8") as file:
+        with Path(args.log).open("ab", buffering=0) as file:
             return _guard(args, command, Log(file, samples=True).write)
     except OSError as error:
         return _fail(f"--log {args.log}: {error.strerror}", 2)

@@ -290,6 +290,13 @@ def test_a_control_group_also_holds_what_leaves_the_process_group(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_ends_no_job():
+    done = subprocess.run([sys.executable, "-m", "ds4server.guard", "--log", "/dev/full", *ROOMY, "--", "sh", "-c", "exit 4"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 4 and done.stderr.count("this line of the log is lost") >= 2
+
+
 def test_time_is_up():
     code, said, _ = run(*ROOMY, "--timeout", "0.3", "--", sys.executable, "-c", "import time; time.sleep(60)")
     assert code == 75 and "--timeout allows 0.3" in said
