@@ -255,7 +255,7 @@ def watch(job, limits, sample, write, asked=()):
 
 
 class Log:
-    """Lines of JSON in a file of bytes, flushed one by one. samples: whether these belong there too. A full disk ends no job."""
+    """Lines of JSON in a file of bytes, flushed one by one. samples: whether they belong there too. A full disk ends no job."""
 
     def __init__(self, file, samples):
         self._file, self._samples = file, samples
