@@ -311,14 +311,15 @@ def _lead(logits):
 
 
 def verify_together(speculators, trials):
-    """(logits, taps) of each trial, as ``target.verify`` has them: in one program where the targets offer one for several
-    (``verify_together(targets, tokens of each, names)``) and share a model and a drafter, else one after another."""
-    targets, tokens = [speculator.target for speculator in speculators], [trial.tokens for trial in trials]
-    first = speculators[0]
-    shared = all(s.target.model is first.target.model and s.drafter is first.drafter for s in speculators)
-    if len(targets) > 1 and shared and hasattr(first.target, "verify_together"):
-        return first.target.verify_together(targets, tokens, first.drafter.taps)
-    return [s.target.verify(t, s.drafter.taps) for s, t in zip(speculators, tokens, strict=True)]
+    """(logits, taps) of each trial, as ``target.verify`` has them: one after another, or in one program where all targets share
+    a drafter and a model with ``verify_rows(states, tokens of each)`` → logits of each; ``target.tried`` then finds the taps."""
+    first, tokens = speculators[0], [trial.tokens for trial in trials]
+    model, names = first.target.model, first.drafter.taps
+    shared = all(s.target.model is model and s.drafter is first.drafter for s in speculators)
+    if len(speculators) > 1 and shared and hasattr(model, "verify_rows"):
+        rows = model.verify_rows([s.state for s in speculators], tokens)
+        return [s.target.tried(found, names) for s, found in zip(speculators, rows, strict=True)]
+    return [s.target.verify(part, s.drafter.taps) for s, part in zip(speculators, tokens, strict=True)]
 
 
 def run(speculator, generation, prompt=None, progress=lambda done, total: None):

@@ -365,26 +365,36 @@ def test_end_tokens_are_judged_and_never_consumed():
     assert drafted > 20
 
 
-class Together(Stepwise):
-    """A target that notes how many trials are verified in one call."""
+class Rows(Toy):
+    """A model that consumes several trials in one call, and notes how many."""
 
-    calls = []
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.together = []
 
-    def verify_together(self, targets, tokens, names):
-        self.calls.append(len(targets))
-        return [target.verify(t, names) for target, t in zip(targets, tokens, strict=True)]
+    def verify_rows(self, states, tokens):
+        self.together.append(len(states))
+        return [[self.step(state, token) for token in part] for state, part in zip(states, tokens, strict=True)]
 
 
-@pytest.mark.parametrize("target", [Stepwise, Together])
-def test_answers_that_are_verified_together_are_what_they_are_alone(target):
+class Tried(Stepwise):
+    """A target whose model has consumed the trial already."""
+
+    def tried(self, rows, names):
+        tokens, n = self.state.tokens.copy(), len(rows)
+        self.state.truncate(len(tokens) - n)
+        return self.verify(tokens[-n:], names)
+
+
+@pytest.mark.parametrize(("model", "target"), [(TARGET, Stepwise), (Rows(0), Tried)], ids=["one by one", "in one program"])
+def test_answers_that_are_verified_together_are_what_they_are_alone(model, target):
     """Each with a history, bounds of its trials, and prompts that are fed a chunk at a time."""
     drafter, answers = ToyDrafter(COUSIN), [generation(GREEDY, prompt=[n, 1, 2], budget=12 + n) for n in range(3)]
-    speculators = [Speculator(target(TARGET, TARGET.new_state()), drafter, 4) for _ in answers]
+    speculators = [Speculator(target(model, model.new_state()), drafter, 4) for _ in answers]
     for speculator, made in zip(speculators, answers, strict=True):
         speculator.prefill(made.prompt[:2])
         speculator.prefill(made.prompt[2:])
         made.accept(speculator.state.logits)
-    Together.calls.clear()
     while going := [(s, made) for s, made in zip(speculators, answers, strict=True) if made.finish is None]:
         trials = [s.prepare(made, most) for most, (s, made) in enumerate(going, 1)]
         assert all(len(trial.tokens) <= 1 + most for most, trial in enumerate(trials, 1))
@@ -395,7 +405,7 @@ def test_answers_that_are_verified_together_are_what_they_are_alone(target):
         expected, at, _ = plain(GREEDY, prompt=[n, 1, 2], budget=12 + n)
         assert (made.generated, speculator.state.tokens) == (expected.generated, at.tokens)
         assert speculator.accepted > 0 and speculator.draft.tokens == at.tokens
-    assert (target is Together) == (3 in Together.calls)
+    assert target is Stepwise or 3 in model.together
 
 
 def test_width_is_what_the_drafter_can():
