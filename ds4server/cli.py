@@ -28,7 +28,7 @@ PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
 
 UNAVAILABLE = {
-    "mtp_margin": "--mtp-margin", "quality": "--quality",
+    "mtp_margin": "--mtp-margin",
 }
 """Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
 
@@ -193,6 +193,7 @@ def _open(request, found, plan, path, toy, trace):
         model, layout, dtype = Model.from_artifact(artifact, context=request.ctx), "file", "float32"
     else:
         model, layout, dtype = _on_device(artifact, request, plan, count)
+    layout = shown_layout(request, layout)
     conversation = Conversation(artifact)
     policy = Policy(plan.effective["prefix_reuse"], request.partial_min, pin=request.pin_min)
     reuser = Reuser(model.new_state, request.ctx, count, policy)
@@ -236,6 +237,11 @@ def _open(request, found, plan, path, toy, trace):
     return service, facts
 
 
+def shown_layout(request, layout):
+    """A layout of the weights as the plan reports it."""
+    return f"{layout}, exact float32" if request.quality else layout
+
+
 def _catalog(path):
     """The ``models`` array of a JSON file, or None where no file is named."""
     if path is None:
@@ -273,13 +279,16 @@ def _on_device(artifact, request, plan, count):
     except platforms.PlatformError as error:
         raise StartError(str(error)) from None
     enable_cache()
+    if request.quality:
+        platforms.exact()
+    dtype = "float32" if request.quality else platform.dtype
     try:
         with Progress("loading", sum(tensor.nbytes for tensor in artifact.tensors.values())) as progress:
             model = Model(
                 artifact,
                 context=request.ctx,
                 banks=count,
-                dtype=platform.dtype,
+                dtype=dtype,
                 layout=platform.layout,
                 chunk=plan.effective["native_chunk"],
                 did=lambda tensor: progress.advance(tensor.nbytes),
@@ -287,7 +296,7 @@ def _on_device(artifact, request, plan, count):
     except jax.errors.JaxRuntimeError as error:
         why = (str(error).splitlines() or ["no reason is given"])[0]
         raise StartError(f"{artifact.path.name} cannot be loaded on {platform.name}: {why}") from None
-    return model, model.weights_layout, platform.dtype
+    return model, model.weights_layout, dtype
 
 
 def _warm(artifact):

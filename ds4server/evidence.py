@@ -147,7 +147,7 @@ def _budgets(request, row, artifact, config, backend, native):
 
         tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
         shared, scratch = pricing.packed(tensors, roomy(packing, tensors)), 0
-        itemsize = 2 if dtype == "bfloat16" else 4
+        itemsize = 2 if dtype == "bfloat16" and not request.quality else 4
         price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
     partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
     memory = host.memory(backend.name)

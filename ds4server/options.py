@@ -25,6 +25,7 @@ SCOPES = ("base", "mtp", "both")
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 _C_NUMBER = re.compile(r"\s*([+-]?)([0-9]+)", re.ASCII)
+_FAST_MATH = re.compile(r"--xla_[cg]pu_enable_fast_math(=(true|1))?(?!\S)")
 _SPACE = re.compile(r"([0-9]{1,18})\s*([a-z]*)", re.ASCII)
 _UNITS = {"": 0, "m": 0, "mb": 0, "mi": 0, "mib": 0, "k": -1, "kb": -1, "ki": -1, "kib": -1,
           "g": 1, "gb": 1, "gi": 1, "gib": 1, "t": 2, "tb": 2, "ti": 2, "tib": 2}  # fmt: skip
@@ -150,6 +151,8 @@ def read(argv, environ):
     args = vars(parser().parse_args(list(argv)))
     flags = {name: value for name, value in args.items() if value is not None}
     _check_together(flags)
+    if "quality" in flags and (fast := _FAST_MATH.search(environ.get("XLA_FLAGS", ""))):
+        raise UsageError(f"--quality and {fast[0]} in XLA_FLAGS, which allows approximations, exclude each other; drop one")
     said = _environment(environ)
     fields = said.fields | {name: value for name, value in flags.items() if name not in _DERIVED}
     fields["given"] = frozenset(flags)
@@ -326,7 +329,7 @@ def _model_flags(group):
         help="draft confidence needed to go on drafting (default: 3)")  # fmt: skip
     _switch(group, "--ignore-eos", "ignore_eos", "never let the model end an answer; needs -m")
     _switch(group, "--ignore-eos-in-reasoning", "ignore_eos_in_reasoning", "nor inside an open reasoning block; needs -m")
-    _switch(group, "--quality", "quality", "exact kernels only")
+    _switch(group, "--quality", "quality", "float32 operands and sums only, also where a platform's default is less")
     _switch(group, "--warm-weights", "warm_weights", "read every weight page before listening")
     _switch(group, "--ssd-streaming", "ssd_streaming", "expert streaming, which is refused: it is not implemented")
     _switch(group, "--ssd-streaming-cold", "ssd_cold", "an option of it, refused alike")

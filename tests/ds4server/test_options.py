@@ -60,6 +60,14 @@ def test_flags_that_need_a_model(flags):
     read([*MODEL, *flags], {})
 
 
+def test_quality_does_not_go_with_approximations():
+    for flags in ("--xla_cpu_enable_fast_math", "--a=b --xla_gpu_enable_fast_math=true", "--xla_cpu_enable_fast_math=1 --c"):
+        with pytest.raises(UsageError, match="--quality and --xla_.pu_enable_fast_math.* exclude each other"):
+            read(["--quality"], {"XLA_FLAGS": flags})
+        assert not read([], {"XLA_FLAGS": flags}).quality
+    assert read(["--quality"], {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}).quality
+
+
 def test_values_and_their_other_spelling():
     assert read(["--ctx=512"], {}).ctx == read(["-c", "512"], {}).ctx == read(["-c512"], {}).ctx == 512
     assert read(["-c", "-5"], {}).ctx == -5

@@ -104,6 +104,52 @@ def test_a_device_that_does_not_hold_the_model(model, capsys, monkeypatch):
     assert last == "ds4server: tiny.gguf cannot be loaded on cpu: RESOURCE_EXHAUSTED: out of memory"
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype", "layout"), [([], "bfloat16", "gpu"), (["--quality"], "float32", "gpu, exact float32")]
+)
+def test_quality_loads_an_exact_model(model, capsys, monkeypatch, flags, dtype, layout):
+    """On a platform whose default is less."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    from ds4jax import platforms
+
+    seen = {}
+
+    class Loaded(Exception):
+        pass
+
+    def load(artifact, **options):
+        seen.update(options, precision=jax.config.jax_default_matmul_precision)
+        raise Loaded
+
+    chosen = platforms.Platform("cuda", "gpu", "a plugin", "default", "gpu", "bfloat16", "it is here")
+    monkeypatch.setattr(platforms, "choose", lambda name: chosen)
+    monkeypatch.setattr("ds4jax.model.Model", load)
+    before = jax.config.jax_default_matmul_precision
+    try:
+        with pytest.raises(Loaded):
+            main(["-m", model, "--backend", "cpu", "--ctx", "256", "--mem-floor-gb", "0", *flags])
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert (seen["dtype"], seen["precision"]) == (dtype, "highest" if flags else before)
+    assert cli.shown_layout(options.read(["-m", model, *flags], {}), "gpu") == layout
+
+
+def test_quality_is_priced_and_reported(model, monkeypatch):
+    """Rows of four bytes where a platform's default keeps two; the reference is exact already and says so."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    monkeypatch.setattr(evidence.backends.host, "platform", lambda: "cuda")
+    banks = [
+        evidence.before_open(options.read(["-m", model, "--cuda", *flags], {}), cli.Path(model)).facts.budgets.per_bank
+        for flags in ([], ["--quality"])
+    ]
+    assert banks[0] < banks[1] < 2 * banks[0]
+    running = launch("--quality", backend="numpy")
+    try:
+        assert running.stats()["serving"]["effective"]["layout"] == "file, exact float32"
+    finally:
+        running.process.kill()
+
+
 def test_a_drafter_or_encoder_is_never_ignored(model, capsys, tmp_path):
     shutil.copy(model, tmp_path / "good.gguf")
     cli.os.environ["DS4_DSPARK_MODEL"] = str(tmp_path / "good.gguf")
