@@ -185,7 +185,7 @@ def _open(request, found, plan, path, toy, trace):
         watch = assembly.Watch(found.artifact) if plan.effective["disk"] else None
     except IdentityError as error:
         raise UsageError(str(error)) from None
-    artifact = worker.from_environment(os.environ, found.artifact) or found.artifact
+    artifact = worker.shared(request, found.artifact) or found.artifact
     if request.warm_weights:
         _warm(artifact)
     count = assembly.slots(plan)

@@ -18,34 +18,25 @@ from .fingerprint import ALGORITHM, Logical, fingerprint
 from .manifest import MODELS, SCOPES, Derived, OwnerError
 
 log = logging.getLogger("ds4server")
-MANIFEST = "DS4_CUDA_WEIGHT_IPC_MANIFEST"
-SCOPE = "DS4_CUDA_WEIGHT_IPC_SCOPE"
-NO_DRAFTER = "DS4_CUDA_WEIGHT_IPC_NO_DRAFTER"
 
 
-def from_environment(environ, artifact, model="base", warn=log.warning):
-    """``artifact`` with its tensors in an owner's memory as the environment asks; None where it does not.
+def shared(request, artifact, model="base", warn=log.warning):
+    """``artifact`` with its tensors in an owner's memory as a request (``options.Request``) asks; None where it does not.
 
-    environ: mapping of variables; model: "base", "mtp" or "drafter", what the artifact is to this process. The scope
-    variable (base, mtp or both, the default) names what is imported; a drafter is, unless the no-drafter variable is set to
-    anything but nothing or 0. OwnerError where base or MTP cannot be imported; a drafter that cannot is a warning, and None.
+    model: "base", "mtp" or "drafter", what the artifact is to this process. The request's manifest_scope names what is
+    imported; a drafter is, where manifest_drafter says so. OwnerError where base or MTP cannot be imported; a drafter that
+    cannot is a warning, and None.
     """
-    if not (path := environ.get(MANIFEST)):
+    asked = request.manifest_drafter if model == "drafter" else model in SCOPES[request.manifest_scope]
+    if request.manifest is None or not asked:
         return None
-    scope = environ.get(SCOPE) or "both"
-    if scope not in SCOPES:
-        raise OwnerError(f"{SCOPE} is {scope!r}; {', '.join(SCOPES)} are accepted")
-    if model == "drafter":
-        if environ.get(NO_DRAFTER, "") not in ("", "0"):
-            return None
-        try:
-            return artifact.with_data(import_weights(path, artifact, model, warn=warn))
-        except OwnerError as error:
-            warn(f"the drafter is loaded from its file: {error}")
-            return None
-    if model not in SCOPES[scope]:
+    try:
+        return artifact.with_data(import_weights(request.manifest, artifact, model, warn=warn))
+    except OwnerError as error:
+        if model != "drafter":
+            raise
+        warn(f"the drafter is loaded from its file: {error}")
         return None
-    return artifact.with_data(import_weights(path, artifact, model, warn=warn))
 
 
 def import_weights(path, artifact, model="base", needed=None, warn=log.warning):

@@ -1,10 +1,14 @@
 """The command line and the environment: precedence, aliases, numbers, and one sentence for every mistake."""
 
+import ast
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4server import options
+from ds4server import cli, options
 from ds4server.options import UsageError, c_number, disk_space, read, reserve
 
 MODEL = ("-m", "model.gguf")
@@ -283,3 +287,25 @@ def test_the_requests_defaults_are_those_of_the_help():
     ):
         flag = next(a for a in options.parser()._actions if a.dest == name and a.option_strings)
         assert str(getattr(request, name)) in flag.help
+
+
+UNREAD = {"dspark_trials"}
+"""DS4_CONT_DSPARK says whether drafters are tried; every drafter is refused by name (dspark_artifact)."""
+
+
+def reads(holder):
+    """Names that some module of the package, but options.py, reads of what it calls ``holder``."""
+    found = set()
+    for path in Path(options.__file__).parent.rglob("*.py"):
+        if path.name != "options.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == holder:
+                    found.add(node.attr)
+    return found
+
+
+def test_every_option_takes_effect_or_is_refused():
+    """A field that nobody reads would be a flag that is parsed and ignored."""
+    unread = {field.name for field in fields(options.Request)} - reads("request")
+    assert unread == UNREAD | set(cli.UNAVAILABLE)
+    assert {field.name for field in fields(options.FitReserves)} <= reads("reserves")

@@ -14,8 +14,9 @@ import numpy as np
 import ds4ref.families.step35  # noqa: F401  (what is imported later would be counted as read)
 from ds4ref.gguf import Artifact
 from ds4ref.model import Model
+from ds4server import options
+from ds4server.owner import worker
 from ds4server.owner.manifest import OwnerError
-from ds4server.owner.worker import from_environment
 
 TOKENS = [5, 17, 300, 42, 7, 7, 99]
 
@@ -46,7 +47,7 @@ def main(path, name="base"):
     before, start = read_so_far(), time.monotonic()
     artifact = Artifact.open(path)
     try:
-        shared = from_environment(os.environ, artifact, name, warnings.append)
+        shared = worker.shared(options.read([], os.environ), artifact, name, warnings.append)
     except OwnerError as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
