@@ -85,6 +85,23 @@ def attend_latent(q, q_rot, keys, values, k_b, v_b, scale, **seen):
     return batched_linear(v_b, mixed)
 
 
+def attend_rows(q, keys, values, mask, scale, sinks=None):
+    """:func:`attend` over few rows at hand, of which a query sees any: q [B, T, H, d] → [B, T, H, v].
+
+    keys: [B, G, N, d], values: [B, G, N, v], mask: [B, T, N], in which every query sees a row.
+    """
+    groups = keys.shape[1]
+    grouped = (q * scale).reshape(*q.shape[:2], groups, -1, q.shape[-1])
+    scores = jnp.where(mask[:, None, None], jnp.einsum("btgmd,bgnd->bgmtn", grouped, keys), HIDDEN)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.reshape(groups, -1, 1, 1)
+        top = jnp.maximum(top, sinks)
+    p = jnp.exp(scores - top)
+    total = jnp.sum(p, axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - top))
+    return jnp.einsum("bgmtn,bgnv->btgmv", p / total, values).reshape(*q.shape[:-1], -1)
+
+
 def _attend(q, start, count, seen, scale, sinks):
     """The queries start … start + count − 1 of q [B, T, H, d] → [B, Q, H, v]."""
 

@@ -36,24 +36,33 @@ def start(c, top, tokens, chunk):
 def finish(c, top, x):
     """Logits [..., V] of the streams after the last layer."""
     streams, _ = x
-    fn, base, scale = (top[f"output_hc_{part}.weight"] for part in ("fn", "base", "scale"))
-    h = hyper.head(streams, fn, base, scale, c.hyper_eps, c.norm_eps)
+    h = mixed(c, top, "output_hc", streams)
     return linear(top["output.weight"], rms_norm(h, top["output_norm.weight"], c.norm_eps))
+
+
+def mixed(c, w, prefix, streams):
+    """One row [..., D] of the streams [..., N, D], by the mix named ``prefix``."""
+    fn, base, scale = (w[f"{prefix}_{part}.weight"] for part in ("fn", "base", "scale"))
+    return hyper.head(streams, fn, base, scale, c.hyper_eps, c.norm_eps)
 
 
 def layer(c, i, w, state, x):
     """One layer on (streams, tokens)."""
+    return block(c, i, w, x, lambda h: attention(c, i, w, state, h))
+
+
+def block(c, i, w, x, attend_rows):
+    """:func:`layer` with ``attend_rows`` as its attention, [B, T, D] → [B, T, D]."""
     streams, tokens = x
-    streams = _site(c, w, "attn", streams, lambda h: attention(c, i, w, state, h))
-    streams = _site(c, w, "ffn", streams, lambda h: feed_forward(c, i, w, tokens, h))
-    return streams, tokens
+    streams = _site(c, w, "attn", streams, attend_rows)
+    return _site(c, w, "ffn", streams, lambda h: feed_forward(c, i, w, tokens, h)), tokens
 
 
-def _site(c, w, site, streams, block):
-    """One hyper-connection around one block (attention or feed-forward), the block's norm included."""
+def _site(c, w, site, streams, inner):
+    """One hyper-connection around attention or feed-forward, the norm of its input included."""
     fn, base, scale = (w[f"hc_{site}_{part}.weight"] for part in ("fn", "base", "scale"))
     x, post, comb = hyper.connect(streams, fn, base, scale, c.sinkhorn, c.hyper_eps, c.norm_eps)
-    return hyper.expand(streams, block(rms_norm(x, w[f"{site}_norm.weight"], c.norm_eps)), post, comb)
+    return hyper.expand(streams, inner(rms_norm(x, w[f"{site}_norm.weight"], c.norm_eps)), post, comb)
 
 
 def attention(c, i, w, state, h):
@@ -61,11 +70,8 @@ def attention(c, i, w, state, h):
     r, positions = c.ratios[i], state.positions
     frequencies = _frequencies(c, r)
     theta = angles(positions, frequencies)
-    latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
-    q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.head_width)
-    q = rotate_tail(rms_norm(q, eps=c.norm_eps), theta[:, :, None, :])
-    row = rotate_tail(rms_norm(linear(w["attn_kv.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps), theta)
-    state["raw"].append(_round_row(c, row))
+    latent, q = queries(c, w, h, theta)
+    state["raw"].append(raw_row(c, w, h, theta))
     raw = state["raw"].rows()
     seen = [Seen(raw, raw, c.window)]
     if r:
@@ -75,10 +81,27 @@ def attention(c, i, w, state, h):
             compress(c, w, state["keys"], "indexer_compressor", r, frequencies, h, lambda row: _round_index(c, row))
             chosen = index(c, w, state["keys"].rows(), latent, h, theta)
         seen.append(Seen(older, older, chosen=chosen))
-    out = attend(q, *seen, scale=c.head_width**-0.5, sinks=w["attn_sinks.weight"])
+    return projected(c, w, attend(q, *seen, scale=c.head_width**-0.5, sinks=w["attn_sinks.weight"]), theta)
+
+
+def queries(c, w, h, theta):
+    """(query latent [B, T, q_rank], normalised and rotated queries [B, T, H, d]) of the normalised input h [B, T, D]."""
+    latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
+    q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.head_width)
+    return latent, rotate_tail(rms_norm(q, eps=c.norm_eps), theta[:, :, None, :])
+
+
+def raw_row(c, w, h, theta):
+    """The rows [B, T, d], keys and values at once, that tokens leave by the normalised input h [B, T, D]."""
+    row = rms_norm(linear(w["attn_kv.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps)
+    return _round_row(c, rotate_tail(row, theta))
+
+
+def projected(c, w, out, theta):
+    """What the heads read [B, T, H, d], rotated back and projected → [B, T, D]."""
     out = rotate_tail(out, -theta[:, :, None, :])
-    mixed = batched_linear(w["attn_output_a.weight"], out.reshape(*h.shape[:2], c.out_groups, -1))
-    return linear(w["attn_output_b.weight"], mixed.reshape(*h.shape[:2], -1))
+    grouped = batched_linear(w["attn_output_a.weight"], out.reshape(*out.shape[:2], c.out_groups, -1))
+    return linear(w["attn_output_b.weight"], grouped.reshape(*out.shape[:2], -1))
 
 
 def compress(c, w, component, prefix, r, frequencies, h, round_row):

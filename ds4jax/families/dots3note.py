@@ -4,14 +4,14 @@ import jax.numpy as jnp
 
 from ds4ref.families.dots3note import ARCHITECTURES, INDEX_NORM_EPS, INDEXER, NAMES, _geometry
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import attend_latent
 from ..indexer import choose_by_latent
 from ..layers import block_number, embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_pairs, sigmoid
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "tensors_of", "uses"]
 
 
 def tensors_of(c, artifact):
@@ -90,3 +90,21 @@ def feed_forward(c, w, n):
     if "ffn_gate.weight" in w:
         return moe.dense(n, w)
     return moe.sigmoid_experts(n, w, c.experts_used, c.expert_scale) + moe.shared_expert(n, w)
+
+
+def draft_input(c, top, h):
+    """The predictor's hidden rows, from the trunk's last output h [B, T, D]: what the head reads."""
+    return rms_norm(h, top["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the predictor on hidden rows and the tokens after them → the rows [B, T, D] that head and next step read."""
+    embedding = embed(top["token_embd_mtp.weight"] if c.published else w["nextn.embed_tokens.weight"], tokens)
+    norms = (w[f"{part}.weight"] for part in ("enorm", "hnorm", "eh_proj"))
+    x = layer(c, c.layers + d, w, state, nextn.join(hidden, embedding, *norms, c.norm_eps))
+    return rms_norm(x, w["shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of the predictor's rows: its embedding is its own, its head the trunk's."""
+    return linear(top["output.weight"], hidden)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from ds4ref.families.glm5_next import ARCHITECTURES, block_name, tensors
+from ds4ref.families.glm5_next import ARCHITECTURES, _chooses, block_name, tensors
 
-from .. import hyper, moe
+from .. import hyper, moe, nextn
 from ..attention import attend_latent
 from ..indexer import choose, nothing
 from ..layers import block_number, embed
@@ -14,7 +14,7 @@ from ..ops import layer_norm, rms_norm, sigmoid, softmax
 from ..recurrent import associate, bounded_decay, convolve
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "tensors_of", "uses"]
 
 
 def tensors_of(c, artifact):
@@ -92,7 +92,7 @@ def attention(c, i, w, state, h, chosen):
     q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.key_width)
     state["latent"].append(rms_norm(linear(w["attn_kv_a_mqa.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps))
     rows = state["latent"].rows()
-    if c.full[i]:
+    if _chooses(c, i):
         chosen = index(c, w, state["pools"], latent, h)
     k_b, v_b = w["attn_k_b.weight"], w["attn_v_b.weight"]
     out = attend_latent(q, None, rows, rows, k_b, v_b, c.key_width**-0.5, chosen=chosen)
@@ -122,3 +122,22 @@ def feed_forward(c, i, w, h):
         return moe.dense(h, w, c.clamp_shared[i])
     routed = moe.sigmoid_experts(h, w, c.experts_used, c.expert_scale, c.clamp_routed[i])
     return routed + moe.shared_expert(h, w, c.clamp_shared[i])
+
+
+def draft_input(c, top, h):
+    """The predictor's hidden rows, from the trunk's last streams h [B, T, N, D]: what the head reads."""
+    return rms_norm(jnp.mean(h, axis=-2), top["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the predictor, which has no hyper-connections, on hidden rows and the tokens after them → the rows [B, T, D] that
+    head and next step read."""
+    i, x = c.layers + d, nextn.joined(top, w, hidden, tokens, c.norm_eps)
+    x = x + attention(c, i, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps), None)[0]
+    x = x + feed_forward(c, i, w, rms_norm(x, w["ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w["nextn.shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of the predictor's rows."""
+    return nextn.logits(top, w, hidden)

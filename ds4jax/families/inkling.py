@@ -48,18 +48,34 @@ def uses(c, name):
 
 def start(c, top, tokens, chunk):
     """Normalised embeddings of the tokens [B, T] → [B, T, D]."""
+    return embedded(c, top, tokens)
+
+
+def embedded(c, top, tokens):
+    """The normalised embeddings [..., D] of tokens [...]."""
     return rms_norm(embed(top["model.llm.embed.weight"], tokens), top["model.llm.embed_norm.weight"], c.norm_eps)
 
 
 def finish(c, top, x):
-    """Logits [..., V] of the last layer's output [..., D], without the rows that pad the stored vocabulary."""
-    h = rms_norm(x, top["model.llm.norm.weight"], c.norm_eps)
+    """Logits [..., V] of the last layer's output [..., D]."""
+    return head(c, top, rms_norm(x, top["model.llm.norm.weight"], c.norm_eps))
+
+
+def head(c, top, h):
+    """Logits [..., V] of rows [..., D], without the rows that pad the stored vocabulary."""
     return linear(top["model.llm.unembed.weight"], h / c.logit_divisor)[..., : c.vocabulary]
 
 
 def layer(c, i, w, state, x):
     """One layer on the residual x [B, T, D]."""
-    y = attention(c, i, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps))
+    window = c.heads(i).extent if c.local[i] else None
+    return block(c, w, state, x, state.positions, local=c.local[i], window=window)
+
+
+def block(c, w, state, x, positions, *, local, window):
+    """One block of either kind on x [B, T, D]. positions: [B, T], which sharpen a global block's scores."""
+    a = rms_norm(x, w["attn_norm.weight"], c.norm_eps)
+    y = attention(c, w, state, a, positions, local, window)
     x = x + _convolve(state["conv_attn"], y, w["attn_sconv.weight"])
     y = feed_forward(c, w, rms_norm(x, w["mlp_norm.weight"], c.norm_eps))
     return x + _convolve(state["conv_mlp"], y, w["mlp_sconv.weight"])
@@ -72,9 +88,9 @@ def _convolve(ring, rows, taps):
     return rows + short_conv(ring.history(taps.shape[1] - 1), taps)
 
 
-def attention(c, i, w, state, a):
+def attention(c, w, state, a, positions, local, window):
     """Attention on the normalised input a [B, T, D], before the output convolution."""
-    heads, leading, positions = c.heads(i), a.shape[:2], state.positions
+    heads, leading = c.local_heads if local else c.global_heads, a.shape[:2]
     q = linear(w["attn.wq_du.weight"], a).reshape(*leading, heads.query, heads.width)
     k = _convolve(state["conv_k"], linear(w["attn.wk_dv.weight"], a), w["attn.k_sconv.weight"])
     v = _convolve(state["conv_v"], linear(w["attn.wv_dv.weight"], a), w["attn.v_sconv.weight"])
@@ -83,11 +99,10 @@ def attention(c, i, w, state, a):
     k = rms_norm(k.reshape(*leading, heads.kv, heads.width), w["attn.k_norm.weight"], c.norm_eps)
     state["k"].append(k)
     state["v"].append(v.reshape(*leading, heads.kv, heads.width))
-    if not c.local[i]:
+    if not local:
         sharpness = 1 + c.log_alpha * jnp.log(jnp.maximum((positions + 1) / c.log_floor, 1.0))[:, :, None, None]
         q, r = q * sharpness, r * sharpness
     projection = dequantize(w["attn.rel_logits_proj.proj"])
-    window = heads.extent if c.local[i] else None
     seen = Seen(
         state["k"].rows(),
         state["v"].rows(),

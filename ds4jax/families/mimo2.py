@@ -4,13 +4,13 @@ import jax.numpy as jnp
 
 from ds4ref.families.mimo2 import ARCHITECTURES
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head
 from ..weights import linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
 
 def uses(c, name):
@@ -55,3 +55,18 @@ def feed_forward(c, w, n):
     if "ffn_gate.weight" in w:
         return moe.dense(n, w)
     return moe.sigmoid_experts(n, w, c.experts_used)
+
+
+def draft_input(c, top, h):
+    """Block 0's hidden rows: the trunk's last output h [B, T, D], not normalised."""
+    return h
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run predictor d on hidden rows and tokens → its output [B, T, D], not normalised: the hidden rows of block d + 1."""
+    return layer(c, c.layers + d, w, state, nextn.joined(top, w, hidden, tokens, c.norm_eps))
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of outputs of predictor d: its own norm, the trunk's head."""
+    return linear(top["output.weight"], rms_norm(hidden, w[f"{c.predictor_norm}.weight"], c.norm_eps))

@@ -7,10 +7,10 @@ from ds4ref.families.motif3 import ARCHITECTURES, GATE_BOUND, HYPER_NORM_EPS, PO
 from .. import hyper, moe
 from ..attention import Seen, attend
 from ..layers import embed
-from ..ops import angles, rms_norm, rotate_halves, rotate_tail, sigmoid
+from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_tail, sigmoid
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
 
 def uses(c, name):
@@ -53,9 +53,14 @@ def _site(c, w, site, streams, block):
 
 
 def attention(c, i, w, state, a):
-    """Differential latent attention on the normalised input a [B, T, D], in absorbed form."""
+    """Differential latent attention on the normalised input a [B, T, D]."""
+    return _attend(c, w, state, a, _frequencies(c, i), _score_scale(c, i), c.window + 1 if c.sliding(i) else None)
+
+
+def _attend(c, w, state, a, frequencies, scale, window):
+    """The attention of one block, in absorbed form. window: keys that a query sees, its own included, or None: all."""
     leading, nope = a.shape[:2], c.key_width - c.rotary
-    theta = angles(state.positions, _frequencies(c, i))
+    theta = angles(state.positions, frequencies)
     latent_q = rms_norm(linear(w["attn_q_a.weight"], a), w["attn_q_a_norm.weight"], c.norm_eps)
     q = linear(w["attn_q_b.weight"], latent_q).reshape(*leading, c.groups, -1, c.key_width)
     q = rotate_tail(q, theta[:, :, None, None, :], rotate_halves)
@@ -66,8 +71,7 @@ def attention(c, i, w, state, a):
     k_b, v_b = jnp.split(dequantize(w["attn_kv_b.weight"]).reshape(c.groups, -1, c.kv_rank), (nope,), axis=1)
     absorbed = jnp.einsum("btghn,gnr->btghr", q[..., :nope], k_b)
     query = jnp.concatenate([absorbed, q[..., nope:]], axis=-1).reshape(*leading, c.heads, -1)
-    seen = Seen(rows, rows, c.window + 1 if c.sliding(i) else None)
-    read = attend(query, seen, scale=_score_scale(c, i))[..., : c.kv_rank]
+    read = attend(query, Seen(rows, rows, window), scale=scale)[..., : c.kv_rank]
     read = read.reshape(*leading, c.groups, -1, c.kv_rank)
     balance = sigmoid(linear(w["attn_lambda.weight"], a)).reshape(*leading, c.groups, -1, 1)
     difference = read[:, :, :, :-1] - balance * read[:, :, :, -1:]
@@ -109,3 +113,24 @@ def poly_norm(x, powers, bias):
     cube, square, line = (rms_norm(power, eps=POLY_NORM_EPS) for power in (x * x * x, x * x, x))
     w0, w1, w2 = sigmoid(powers)
     return w0 * cube + w1 * square + w2 * line + bias
+
+
+def draft_input(c, top, h):
+    """The predictor's hidden rows, from the trunk's last streams h [B, T, N, D]: what the head reads."""
+    return rms_norm(jnp.mean(h, axis=-2), top["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the predictor on hidden rows and the tokens after them → the rows [B, T, D] that its head reads. Hidden first."""
+    embedding = rms_norm(embed(top["token_embd.weight"], tokens), w["embed_norm.weight"], c.norm_eps)
+    x = linear(w["input_proj.weight"], jnp.concatenate([hidden, embedding], axis=-1))
+    a = rms_norm(x, w["input_layernorm.weight"], c.norm_eps)
+    frequencies = rope_frequencies(c.rotary, c.rope_base_sliding)
+    x = x + _attend(c, w, state, a, frequencies, c.key_width**-0.5, c.window + 1)
+    x = x + feed_forward(c, w, rms_norm(x, w["post_attention_layernorm.weight"], c.norm_eps))
+    return rms_norm(x, w["final_layernorm.weight"], c.norm_eps)
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of the predictor's rows."""
+    return linear(top["output.weight"], hidden)

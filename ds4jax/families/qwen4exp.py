@@ -16,10 +16,13 @@ from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_head
 from ..recurrent import convolve, gated_delta, short_conv
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "finish", "homes", "layer", "prepare", "start", "tensors_of", "uses"]
+__all__ = [
+    "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "homes", "layer", "prepare",
+    "start", "tensors_of", "uses",
+]  # fmt: skip
 
 CONVERTED = {published: name for name, published in PUBLISHED.items()}
-MIXER = re.compile(r"(hc_input|hc_attn|hc_ffn)\.(?:mix_)?(norm|down|up|inject)\.weight")
+MIXER = re.compile(r"((?:mtp\.)?)(hc_input|hc_attn|hc_ffn)\.(?:mix_)?(norm|down|up|inject)\.weight")
 MATRICES = ("gate", "up", "down")
 
 
@@ -33,10 +36,10 @@ def tensors_of(c, artifact):
 
 def _converted(c, artifact, name, tensor):
     """The tensors, one or two, that stand for one of the published layout; see :class:`ds4ref.…qwen4exp_layouts.Named`."""
-    block, rest = re.fullmatch(r"(blk\.\d+\.)?(.*)", name).groups(default="")
+    block, rest = re.fullmatch(r"((?:mtp\.)?blk\.\d+\.)?(.*)", name).groups(default="")
     if mixer := MIXER.fullmatch(rest):
-        site, part = mixer.groups()
-        rest = f"{site.replace('hc_input', 'output_hc')}_{part}.weight"
+        end, site, part = mixer.groups()
+        rest = f"{end}{site.replace('hc_input', 'output_hc')}_{part}.weight"
     if rest == "attn_index_qk.weight":
         cut, names = c.index_width, ("indexer.q_proj.weight", "indexer.k_proj.weight")
     elif rest in ("ffn_gate_exps.weight", "ffn_up_exps.weight"):
@@ -146,8 +149,11 @@ def delta_net(c, w, state, x):
 
 
 def attention(c, w, state, x):
-    """Sparse gated attention on its input x [B, T, D]. ``attn_q`` holds d query rows, then d gate rows per head."""
-    leading, positions = x.shape[:2], state.positions
+    """Sparse gated attention on its input x [B, T, D]. ``attn_q`` holds d query rows, then d gate rows per head.
+
+    Positions are those of the block's own rows, which a draft may begin to keep anywhere in a sequence.
+    """
+    leading, positions = x.shape[:2], state.chunk.positions
     q, gate = jnp.split(linear(w["attn_q.weight"], x).reshape(*leading, c.heads, -1), 2, axis=-1)
     k, v = (linear(w[f"attn_{name}.weight"], x).reshape(*leading, c.kv_heads, c.head_width) for name in "kv")
     state["k"].append(rotate(c, rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), positions[:, :, None]))
@@ -196,3 +202,22 @@ def feed_forward(c, w, x):
         routed = routed + moe.experts(x, chosen, weights, stacks)
     gate = sigmoid(jnp.sum(x * w["ffn_gate_inp_shexp.weight"], axis=-1, keepdims=True))
     return routed + gate * moe.shared_expert(x, w)
+
+
+def draft_input(c, top, h):
+    """The draft block's hidden rows: the trunk's last streams h [B, T, S, D], before the final mixer."""
+    return h
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the draft block on streams [B, T, S, D] and the tokens after them → streams [B, T, S, D]."""
+    embedding = rms_norm(embed(top["token_embd.weight"], tokens), top["mtp.fc_embedding_norm.weight"], c.norm_eps)
+    streams = linear(top["mtp.fc_hidden.weight"], _stream_norm(c, hidden, top["mtp.fc_hidden_norm.weight"]))
+    streams = streams + linear(top["mtp.fc_embedding.weight"], embedding)[:, :, None, :]
+    streams = _site(c, w, "attn", streams, lambda x: attention(c, w, state, x))
+    return _site(c, w, "ffn", streams, lambda x: feed_forward(c, w, x))
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of the draft block's streams [..., S, D]: its own mixer, the trunk's head."""
+    return linear(top["output.weight"], mix(c, top, "mtp.output_hc_", hidden)[0])

@@ -2,13 +2,13 @@
 
 from ds4ref.families.step35 import ARCHITECTURES
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, divided_angles, rms_norm, rope_frequencies, rotate_head, sigmoid
 from ..weights import linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
 
 def uses(c, name):
@@ -63,3 +63,19 @@ def feed_forward(c, i, w, n):
         return moe.dense(n, w, c.clamp_shared[i], "activation")
     routed = moe.sigmoid_experts(n, w, c.experts_used, c.expert_scale, c.clamp_routed[i], "activation", floor=0.0)
     return routed + moe.shared_expert(n, w, c.clamp_shared[i], "activation")
+
+
+def draft_input(c, top, h):
+    """Block 0's hidden rows: the trunk's last output h [B, T, D], not normalised."""
+    return h
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run predictor d on hidden rows and tokens → its output [B, T, D], not normalised: the hidden rows of block d + 1."""
+    x, _ = layer(c, c.layers + d, w, state, (nextn.joined(top, w, hidden, tokens, c.norm_eps), None))
+    return x
+
+
+def draft_logits(c, d, top, w, hidden):
+    """Draft logits [..., V] of outputs of predictor d: its own norm and head."""
+    return nextn.logits(top, w, rms_norm(hidden, w["nextn.shared_head_norm.weight"], c.norm_eps))
