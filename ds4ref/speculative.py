@@ -311,8 +311,9 @@ def _lead(logits):
 
 
 def verify_together(speculators, trials):
-    """(logits, taps) of each trial, as ``target.verify`` has them: one after another, or in one program where all targets share
-    a drafter and a model with ``verify_rows(states, tokens of each)`` → logits of each; ``target.tried`` then finds the taps."""
+    """(logits, taps) of each trial, as ``target.verify`` has them: one after another, or in one program where targets share a
+    drafter and a model with ``verify_rows(states, tokens of each)`` → logits of each; ``target.tried`` then finds the taps.
+    Where that program raises it has consumed nothing."""
     first, tokens = speculators[0], [trial.tokens for trial in trials]
     model, names = first.target.model, first.drafter.taps
     shared = all(s.target.model is model and s.drafter is first.drafter for s in speculators)

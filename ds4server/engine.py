@@ -34,14 +34,14 @@ class Engine:
     """
 
     def __init__(self, model, reuser, max_queue=64, *, env=SERIAL_ONLY, schedule=None, keeper=None, memory=None, grouped=False,
-                 coalesce_ms=0, max_bytes=None, max_age=None, ended=lambda job: None):  # fmt: skip
+                 coalesce_ms=0, max_bytes=None, max_age=None, drafts=None, ended=lambda job: None):  # fmt: skip
         self._reuser, self._ended = reuser, ended
         self._keeper = keeper or Keeper(None, reuser, lambda tokens: None)
         bounds = (max_queue, max_bytes, max_age)
         self._max_queue, self._max_bytes, self._max_age = (sys.maxsize if bound is None else bound for bound in bounds)
         self._scheduler = Scheduler(
             model, reuser, self._keeper, self._settle, env, schedule or Schedule(model.chunk, model.chunk), memory, grouped,
-            coalesce_ms, stopped=self._late, arriving=lambda: bool(self._arrivals),
+            coalesce_ms, stopped=self._late, arriving=lambda: bool(self._arrivals), drafts=drafts,
         )  # fmt: skip
         self._changed = threading.Condition()
         self._arrivals = deque()

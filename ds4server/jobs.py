@@ -116,6 +116,12 @@ class Job:
     cached: int = 0
     computed: int = 0
     """Prompt tokens that were computed, so far."""
+    drafted: int = 0
+    """Draft tokens that were judged."""
+    accepted: int = 0
+    passes: int = 0
+    """Times that the model was asked for what comes next; ``sampled`` tokens came of them."""
+    sampled: int = 0
     outcome: str | None = None
     """"completed", "failed" or "canceled", once it has ended."""
     calls: list = field(default_factory=list)
@@ -177,6 +183,11 @@ class Job:
         """Prompt tokens computed although some state once held them."""
         return self.decision.replayed if self.decision is not None else 0
 
+    @property
+    def speculated(self):
+        """Whether drafts were verified for it."""
+        return self.drafted > 0
+
     def summary(self):
         """``last_request``: what became of a job that has ended. No text of the prompt or the answer."""
         generation = self.generation
@@ -185,7 +196,7 @@ class Job:
             "surface": self.surface,
             "effective_lane": self.lane,
             "reuse_kind": self.reuse_kind,
-            "speculation_active": False,
+            "speculation_active": self.speculated,
             "fallback_reason": self.fallback_reason,
             "finish": str(generation.finish or self.outcome),
             "prompt_tokens": len(generation.prompt),
@@ -206,7 +217,8 @@ class Job:
         return {
             "request_id": self.request_id, "surface": self.surface, "lane": self.lane, "route_reason": self.route_reason,
             "reuse_kind": self.reuse_kind, "cached": self.cached, "computed": self.computed, "replayed": self.replayed,
-            "reuse_miss": self.reuse_miss, "fallback_reason": self.fallback_reason, "speculation_active": False,
+            "reuse_miss": self.reuse_miss, "fallback_reason": self.fallback_reason, "speculation_active": self.speculated,
+            "drafted": self.drafted, "accepted": self.accepted,
             "outcome": self.outcome, "finish": str(generation.finish or self.outcome), "prompt_tokens": len(generation.prompt),
             "completion_tokens": len(generation.generated),
             **{name: None if at is None else round(self._clock + at, 6) for name, at in times.items()},
@@ -216,14 +228,14 @@ class Job:
         """The ``timings`` object of the API; what does not apply and rates that cannot be computed are left out."""
         end, out = time.monotonic(), len(self.generation.generated)
         timings = {"prefill_tokens": self.computed, "prefill_cached_tokens": self.cached, "effective_lane": self.lane,
-                   "reuse_kind": self.reuse_kind, "speculation_active": False}  # fmt: skip
+                   "reuse_kind": self.reuse_kind, "speculation_active": self.speculated}  # fmt: skip
         if self.first_token_at is not None:
             timings["ttft_ms"] = round(1000 * (self.first_token_at - self.arrived), 3)
         if self.computed and self.prefilled_at > self.admitted_at:
             timings["prefill_tok_s"] = round(self.computed / (self.prefilled_at - self.admitted_at), 3)
         if out and end > self.prefilled_at:
             timings["decode_tok_s"] = round(out / (end - self.prefilled_at), 3)
-            timings["tok_per_step"] = 1.0
+            timings["tok_per_step"] = round(self.sampled / self.passes, 3)
         reasons = {"fallback_reason": self.fallback_reason, "reuse_miss": self.reuse_miss}
         return timings | {name: reason for name, reason in reasons.items() if reason}
 

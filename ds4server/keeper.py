@@ -118,6 +118,13 @@ class Keeper:
         if step and n % step == 0 and n > note.saved and n >= self._options.min_tokens:
             self._save(bank, note, Reason.CONTINUED)
 
+    def room(self, bank):
+        """Tokens that the bank's state may take until it stands where a serial request saves, None for any number."""
+        step = kvpolicy.continued_step(self._options)
+        if self._off or not step or not self._notes[bank].serial:
+            return None
+        return step - bank.state.length % step
+
     def retired(self, bank):
         """A request has given the bank back."""
         note = self._notes[bank]

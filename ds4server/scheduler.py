@@ -9,6 +9,10 @@ together advance by exactly one chunk of one row, the row that has waited longes
 between two tokens of a row at most one chunk is computed. With V = 0 they are all drained first. Rows join and leave between
 passes only. Every row samples, stops and ends by its own ``Generation``; whatever one row raises ends that row alone.
 
+A row that drafts (:mod:`drafts`) makes one trial a pass instead of one step, so it may produce several tokens; the trials of a
+pass are verified in one program where the model has one. Before a trial its state lacks the newest token of its answer, which
+an ordinary row's state holds between two passes.
+
 Jobs wait in order of arrival for one of three lanes (:mod:`lanes`). The continuous lane runs as many rows as there are banks
 for it; beside it runs one serial job or one group of static rows. All lanes take banks from the same pool, so a
 conversation may go from one to another. A job of another lane may pass one whose lane is taken; none passes one that waits for
@@ -25,6 +29,7 @@ from dataclasses import dataclass, field
 from ds4ref.generation import Logprob, Step
 from ds4ref.reuse import Admission
 from ds4ref.sampling import logprobs
+from ds4ref.speculative import verify_together
 from ds4ref.stop import Finish
 
 from .banks import REFUSALS
@@ -40,6 +45,7 @@ COUNTERS = (
     *(f"route.{surface}_{lane}" for surface in SURFACES for lane in LANES),
     *(f"decision.{reason}" for reason in REASONS),
     *(f"admit.{kind}" for kind in ("cold", "exact", "partial", "fork")),
+    "spec.drafted", "spec.accepted", "spec.quench",
     *(f"reject.{lane}.{reason}" for lane in LANES for reason in REFUSALS),
 )  # fmt: skip
 
@@ -67,13 +73,14 @@ class Schedule:
 @dataclass(eq=False)
 class Row:
     """A job on its bank. begun: what the answer's start made visible; stops: where its chunks end; served: the pass of its last
-    chunk."""
+    chunk; speculator: of a row that drafts, from where it begins to."""
 
     job: Job
     admission: Admission
     begun: Step
     stops: tuple[int, ...]
     served: int = -1
+    speculator: object = None
 
     @property
     def bank(self):
@@ -95,7 +102,8 @@ class Scheduler:
 
     settle: (job, event) → None, told of every job that ends; stopped: () → bool, whether running rows are out of time;
     arriving: () → bool, whether a job arrived since the last pass, for which a long chunk ends early; grouped: whether the
-    model decodes several rows in one program; memory: ``banks.Memory`` or None where states are allocated from the start.
+    model decodes several rows in one program; memory: ``banks.Memory`` or None where states are allocated from the start;
+    drafts: ``drafts.Drafts`` or None where nobody drafts.
     """
 
     model: object
@@ -109,6 +117,7 @@ class Scheduler:
     coalesce_ms: float = 0
     stopped: object = lambda: False
     arriving: object = lambda: False
+    drafts: object = None
     holds: Holds = field(default_factory=Holds)
     counts: Counter = field(default_factory=lambda: Counter(dict.fromkeys(COUNTERS, 0)))
     rows: list[Row] = field(default_factory=list)
@@ -226,6 +235,8 @@ class Scheduler:
         try:
             stops = self.keeper.begin(admission, source, serial, job.marks, job.opening, job.blocks)
             row = Row(job, admission, job.generation.start(), tuple(sorted({*stops, *admission.stops})))
+            if job.scores is None:
+                self._begin_drafts(row)
         except Exception:
             self._empty(admission.bank)
             raise
@@ -247,6 +258,11 @@ class Scheduler:
             row.job.tell(Admitted())
         if not row.remaining:
             self._prefilled(row)
+
+    def _begin_drafts(self, row):
+        """From here on the row's tokens are told to the drafter, where it drafts."""
+        if self.drafts is not None:
+            row.speculator = self.drafts.speculator(self.model, row.job, row.bank)
 
     def _target(self, job):
         """Tokens that a job's sequence may reach."""
@@ -303,7 +319,7 @@ class Scheduler:
         try:
             while state.length < end:
                 at = state.length
-                self._compute(row.job, state, prompt[at : min(end, at + self.model.chunk)])
+                self._compute(row, prompt[at : min(end, at + self.model.chunk)])
                 row.job.computed += state.length - at
                 self.counts["prefill_computed"] += state.length - at
                 if self._gone(row):
@@ -312,16 +328,20 @@ class Scheduler:
                     break
             row.admission.progress()
             self.keeper.reached(row.bank)
+            if row.remaining == 0 and row.job.scores is not None:
+                self._begin_drafts(row)
         except Exception:
             return self._fail(row)
         if row.remaining == 0:
             self._prefilled(row)
 
-    def _compute(self, job, state, tokens):
+    def _compute(self, row, tokens):
         """Advance by tokens of the prompt, and score them where that is asked for."""
+        job, state = row.job, row.state
+        if row.speculator is not None:
+            return row.speculator.prefill(tokens)
         if job.scores is None:
-            self.model.prefill(state, tokens)
-            return
+            return self.model.prefill(state, tokens)
         prompt, top = job.generation.prompt, job.generation.params.top_logprobs
         for begin in range(0, len(tokens), SCORED):
             at = state.length + 1
@@ -341,35 +361,42 @@ class Scheduler:
             self._complete(row)
 
     def _decode(self):
-        going = []
+        going, drafting = [], []
         for row in [row for row in self.rows if row.remaining == 0]:
             if self._gone(row):
                 self._stop(row)
-                continue
-            try:
-                token = self._sample(row)
-            except Exception:
-                self._fail(row)
-                continue
-            if token is not None:
+            elif row.speculator is not None and row.job.generation.generated:
+                drafting.append(row)
+            elif (token := self._sample(row)) is not None and row.speculator is None:
                 going.append((row, token))
         self._step(going)
+        self._try(drafting)
 
     def _sample(self, row):
         """The row's next token; None when it has ended."""
-        job, generation = row.job, row.job.generation
-        step = generation.accept(row.state.logits)
+        try:
+            steps = [row.job.generation.accept(row.state.logits)]
+        except Exception:
+            return self._fail(row)
+        return steps[0].token if self._produced(row, steps) else None
+
+    def _produced(self, row, steps):
+        """Tell what one pass of the model has let a row choose; whether the row goes on."""
+        job = row.job
         if job.first_token_at is None:
             job.first_token_at = time.monotonic()
-        self.counts["decoded"] += 1
-        if not job.tell(Produced(step)):
-            self.counts["shed.slow_reader"] += 1
-            self._stop(row)
-            return None
-        if generation.finish is None:
-            return step.token
+        job.passes += 1
+        for step in steps:
+            job.sampled += 1
+            self.counts["decoded"] += 1
+            if not job.tell(Produced(step)):
+                self.counts["shed.slow_reader"] += 1
+                self._stop(row)
+                return False
+        if job.generation.finish is None:
+            return True
         self._complete(row)
-        return None
+        return False
 
     def _step(self, going):
         """Let rows consume their tokens, in one program where the model has one. What fails together is tried one by one."""
@@ -391,6 +418,52 @@ class Scheduler:
             if row in self.rows:
                 self.keeper.reached(row.bank)
 
+    def _try(self, rows):
+        """One trial of each row."""
+        ready = []
+        for row in rows:
+            room = self.keeper.room(row.bank)  # the first token of a trial is no draft
+            try:
+                ready.append((row, row.speculator.prepare(row.job.generation, None if room is None else room - 1)))
+            except Exception:
+                self._fail(row)
+        for row, trial, seen in self._verified(ready):
+            try:
+                steps = self._settled(row, trial, seen)
+            except Exception:
+                self._fail(row)
+                continue
+            if self._produced(row, steps):
+                self.keeper.reached(row.bank)
+
+    def _verified(self, ready):
+        """(row, trial, what the model has computed for it) of each, in one program where the model has one. What fails together
+        is tried one by one."""
+        if self.grouped and len(ready) > 1:
+            try:
+                seen = verify_together([row.speculator for row, _ in ready], [trial for _, trial in ready])
+                return [(row, trial, found) for (row, trial), found in zip(ready, seen, strict=True)]
+            except Exception:
+                log.exception("verifying the drafts of %d rows together failed", len(ready))
+        found = []
+        for row, trial in ready:
+            try:
+                found.append((row, trial, *verify_together([row.speculator], [trial])))
+            except Exception:
+                self._fail(row)
+        return found
+
+    def _settled(self, row, trial, seen):
+        """Judge a row's trial. → its steps."""
+        drafting, job = row.speculator, row.job
+        paused = drafting.pace.paused
+        steps = drafting.settle(job.generation, trial, *seen)
+        self.counts["spec.drafted"] += drafting.drafted - job.drafted
+        self.counts["spec.accepted"] += drafting.accepted - job.accepted
+        self.counts["spec.quench"] += paused == 0 < drafting.pace.paused
+        job.drafted, job.accepted = drafting.drafted, drafting.accepted
+        return steps
+
     # Leaving
 
     def _gone(self, row):
@@ -410,6 +483,8 @@ class Scheduler:
         self._leave(row)
         try:
             self.reuser.retire(row.bank, self.keeper.text_of(row.state.tokens))
+            if row.speculator is not None:
+                self.drafts.left(row.bank, row.speculator)
             self._end(row.job, outcome, event)
             self.keeper.retired(row.bank)
             if row.job.outcome == "completed" and row.job.calls:
@@ -444,6 +519,8 @@ class Scheduler:
     def _empty(self, bank):
         self.keeper.forget(bank)
         self.holds.forget(bank)
+        if self.drafts is not None:
+            self.drafts.forget(bank)
         try:
             self.reuser.clear(bank)
         except Exception:

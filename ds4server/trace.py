@@ -70,6 +70,7 @@ def section(job):
         "decision": "none: never admitted" if decision is None else _decision(decision),
         "times": f"waited {_seconds(job.arrived, job.admitted_at)}, prompt {_seconds(job.admitted_at, job.prefilled_at)}, "
                  f"first token after {_seconds(job.arrived, job.first_token_at)}, total {_seconds(job.arrived, job.ended_at)}",
+        "drafts": f"{job.drafted} judged, {job.accepted} kept" if job.speculated else None,
         "end": f"{job.outcome}, {generation.finish or '-'}",
     }  # fmt: skip
     lines = [f"=== {job.request_id} {arrived} {ENDPOINTS[job.surface]}"]
