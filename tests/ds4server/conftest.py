@@ -1,4 +1,4 @@
-"""A real server process on the embedded artifact, shared by the tests of a session."""
+"""A real server process on a random toy, shared by the tests of a session."""
 
 import os
 import re
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
+
+from .artifact import toy
 
 
 @dataclass
@@ -29,9 +31,11 @@ class Server:
         return httpx.get(f"{self.url}/v1/stats").json()
 
 
-def launch(*flags, backend="numpy", stdout=None):
-    """Start a server on a free port and wait until it listens. ``stdout``: a file for it."""
-    command = [sys.executable, "-m", "ds4server", "--port", "0", "--backend", backend, *flags]
+def launch(*flags, backend="numpy", stdout=None, embedded=False):
+    """Start a server on a free port and wait until it listens: on the model of the flags, else on a random toy, or on the
+    artifact inside the package if ``embedded``. ``stdout``: a file for it."""
+    model = () if embedded or "-m" in flags else ("-m", str(toy()))
+    command = [sys.executable, "-m", "ds4server", "--port", "0", "--backend", backend, *model, *flags]
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     server = Server(subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env))
     listening = threading.Event()

@@ -3,7 +3,6 @@
 import json
 import threading
 from contextlib import contextmanager
-from importlib.resources import files
 from types import SimpleNamespace
 
 import falcon.testing
@@ -15,10 +14,11 @@ from ds4server.app import Service, application
 from ds4server.engine import Engine
 from ds4server.metrics import Durations
 
+from .artifact import toy
 from .toymodel import Toy, reuser, tokenizer
 
 CHAT = "/v1/chat/completions"
-CONVERSATION = Conversation(Artifact.open(files("ds4server") / "tiny.gguf"))
+CONVERSATION = Conversation(Artifact.open(toy()))
 PLAN = SimpleNamespace(
     effective={"prefix_reuse": "partial", "backend": "reference", "disk": False, "max_seqs": 1},
     as_json=lambda: {"effective": {"ctx": 4096}}

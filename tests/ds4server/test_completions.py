@@ -2,7 +2,6 @@
 
 import json
 import math
-from importlib.resources import files
 from types import SimpleNamespace
 
 import httpx
@@ -17,6 +16,7 @@ from ds4server.api.completions import prompts_of
 from ds4server.cli import _catalog, main
 from ds4server.options import UsageError
 
+from .artifact import toy
 from .conftest import launch
 from .inprocess import CHAT, CONVERSATION, Babbler, Scripted, running
 from .toymodel import tokenizer
@@ -305,7 +305,7 @@ def test_catalogues_that_are_none(tmp_path, content):
 
 def test_an_echoed_prompt_is_scored_by_the_model_itself(api):
     """Against the reference's logits of a run of its own; the same whatever a bank already holds, streamed and buffered."""
-    artifact = Artifact.open(files("ds4server") / "tiny.gguf")
+    artifact = Artifact.open(toy())
     model, conversation = Model.from_artifact(artifact, context=512), Conversation(artifact)
     ids = conversation.encode_raw("The tide turns at noon. " * 4)
     table = model.verify(model.new_state(), ids[:-1]).astype(np.float64)

@@ -10,7 +10,7 @@ from ds4jax import FAMILIES
 from .conftest import launch
 from .test_chat import HELLO, PATH, joined, stream
 
-pytestmark = pytest.mark.skipif("deepseek4" not in FAMILIES, reason="the embedded artifact's family has no JAX twin")
+pytestmark = pytest.mark.skipif("deepseek4" not in FAMILIES, reason="the toy's family has no JAX twin")
 
 
 @pytest.fixture(scope="module")

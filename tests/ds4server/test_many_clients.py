@@ -5,7 +5,6 @@ import json
 import random
 import time
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from ds4ref.gguf import Artifact
 from ds4ref.model import Model
 from ds4ref.sampling import SamplingParams
 
+from .artifact import toy
 from .conftest import launch
 
 BANKS, BUDGET, CONTEXT = 2, 8, 1024
@@ -37,7 +37,7 @@ def body(i):
 
 @cache
 def reference():
-    artifact = Artifact.open(files("ds4server") / "tiny.gguf")
+    artifact = Artifact.open(toy())
     return Model.from_artifact(artifact, context=CONTEXT), Conversation(artifact)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.resources import as_file, files
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,8 @@ from ds4ref.state import Compressed, Recurrent, Ring, Rows, State
 from ds4server import host, pricing, quote
 from ds4server.options import FitReserves
 from ds4server.quote import GIB, LARGEST, MIB, Budgets, credited, headroom, quoted, widest
+
+from .artifact import toy
 
 amounts = st.integers(0, 1 << 40) | st.sampled_from([2**62, 2**63, 2**65])
 costs = st.builds(Budgets, amounts, amounts, amounts, amounts, amounts, amounts, amounts, amounts, amounts)
@@ -213,17 +214,15 @@ def check_growth(found, said, slack=0):
     assert abs(grown - said) <= grown / 10 + slack, (grown, said, found)
 
 
-def test_the_quote_of_the_embedded_artifact_is_what_it_takes_on_the_reference():
-    with as_file(files("ds4server") / "tiny.gguf") as path:
-        found = used("reference", path, 64, 2, 6)
+def test_the_quote_of_a_tiny_artifact_is_what_it_takes_on_the_reference():
+    found = used("reference", toy(), 64, 2, 6)
     check_growth(found, check_use(found, 6, 2), slack=1 << 20)
 
 
-def test_the_quote_of_the_embedded_artifact_is_what_it_takes_on_jax():
+def test_the_quote_of_a_tiny_artifact_is_what_it_takes_on_jax():
     """By item alone: a process whose model takes seven megabytes grows by hundreds as XLA compiles."""
     pytest.importorskip("jax", reason="JAX is not installed")
-    with as_file(files("ds4server") / "tiny.gguf") as path:
-        check_use(used("jax", path, 256, 2, 6), 6, 2)
+    check_use(used("jax", toy(), 256, 2, 6), 6, 2)
 
 
 @pytest.mark.slow
