@@ -8,8 +8,15 @@ import jax.numpy as jnp
 
 from . import moe
 from .attention import attend_rows
+from .layers import block_number, layer_tensors
 from .ops import angles, rms_norm, rope_frequencies, rotate_head
 from .weights import linear
+
+
+def draft_tensors(c, artifact):
+    """(what is around the layers, each layer's tensors)."""
+    ends = {name: tensor for name, tensor in artifact.tensors.items() if block_number(name) < 0}
+    return ends, [layer_tensors(artifact.tensors, "blk.{i}.", i) for i in range(c.count)]
 
 
 def commit(c, top, w, state, outputs):

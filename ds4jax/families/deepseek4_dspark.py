@@ -3,18 +3,20 @@
 import jax.numpy as jnp
 
 from ..attention import attend_rows
-from ..layers import embed
+from ..layers import embed, layer_tensors
 from ..noise import committed
 from ..ops import angles, rms_norm, rope_frequencies
 from ..weights import linear
 from . import deepseek4
 
-__all__ = ["commit", "draft_logits", "draft_rows", "tensors_of"]
+__all__ = ["commit", "draft_logits", "draft_rows", "draft_tensors"]
 
 
-def tensors_of(c, artifact):
-    """The sidecar's tensors as the model's own file has them."""
-    return deepseek4.tensors_of(c.trunk, artifact)
+def draft_tensors(c, artifact):
+    """(what is around the stages, each stage's tensors)."""
+    found = deepseek4.tensors_of(c.trunk, artifact)
+    stages = [layer_tensors(found, "dspark.{i}.", n) for n in range(len(c.stages))]
+    return {name: t for name, t in found.items() if not name.split(".")[1].isdigit()}, stages
 
 
 def commit(c, top, w, state, outputs):

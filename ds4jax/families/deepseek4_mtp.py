@@ -1,13 +1,16 @@
 """DeepSeek V4's predictor (MTP) in JAX; read it beside ds4ref/families/deepseek4_mtp.py."""
 
-from ..layers import embed
+from ..layers import embed, layer_tensors
 from ..ops import rms_norm
 from ..weights import linear
 from . import deepseek4
 
-__all__ = ["draft_block", "draft_input", "draft_logits", "tensors_of"]
+__all__ = ["draft_block", "draft_input", "draft_logits", "draft_tensors"]
 
-tensors_of = deepseek4.tensors_of
+
+def draft_tensors(c, artifact):
+    """(nothing, the predictor's tensors)."""
+    return {}, [layer_tensors(deepseek4.tensors_of(c, artifact), "mtp.{i}.", 0)]
 
 
 def draft_input(c, top, h):

@@ -7,11 +7,14 @@ from ds4ref.families.dots3note import ARCHITECTURES, INDEX_NORM_EPS, INDEXER, NA
 from .. import moe, nextn
 from ..attention import attend_latent
 from ..indexer import choose_by_latent
-from ..layers import block_number, embed
+from ..layers import block_number, embed, layer_tensors
 from ..ops import angles, rms_norm, rope_frequencies, rotate_pairs, sigmoid
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "tensors_of", "uses"]
+__all__ = [
+    "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "draft_tensors", "finish", "layer", "start", "tensors_of",
+    "uses",
+]  # fmt: skip
 
 
 def tensors_of(c, artifact):
@@ -90,6 +93,13 @@ def feed_forward(c, w, n):
     if "ffn_gate.weight" in w:
         return moe.dense(n, w)
     return moe.sigmoid_experts(n, w, c.experts_used, c.expert_scale) + moe.shared_expert(n, w)
+
+
+def draft_tensors(c, artifact):
+    """(the predictor's embedding where it lies beside the block, the block's tensors)."""
+    found = tensors_of(c, artifact)
+    ends = {name: tensor for name, tensor in found.items() if name == "token_embd_mtp.weight"}
+    return ends, [layer_tensors(found, "blk.{i}.", c.layers)]
 
 
 def draft_input(c, top, h):

@@ -2,18 +2,20 @@
 
 import jax.numpy as jnp
 
+from ..layers import layer_tensors
 from ..ops import rms_norm
 from ..weights import linear
 from . import inkling
 
-__all__ = ["draft_block", "draft_input", "draft_logits", "tensors_of"]
+__all__ = ["draft_block", "draft_input", "draft_logits", "draft_tensors"]
 
 BLOCK = "transformer_block."
 
 
-def tensors_of(c, artifact):
-    """The sidecar's tensors by the names of the model's own."""
-    return inkling.tensors_of(c.trunk, artifact)
+def draft_tensors(c, artifact):
+    """(nothing, each draft block's tensors by the names and in the shapes of the trunk's)."""
+    found = inkling.tensors_of(c.trunk, artifact)
+    return {}, [layer_tensors(found, "model.mtp.layers.{i}.", d) for d in range(len(c.local))]
 
 
 def draft_input(c, top, h):

@@ -6,7 +6,12 @@ from .. import noise
 from ..layers import embed
 from ..weights import linear
 
-__all__ = ["commit", "draft_logits", "draft_rows"]
+__all__ = ["commit", "draft_logits", "draft_rows", "draft_tensors"]
+
+
+def draft_tensors(c, artifact):
+    """(what is around the layers, each layer's tensors)."""
+    return noise.draft_tensors(c.layers, artifact)
 
 
 def commit(c, top, w, state, outputs):

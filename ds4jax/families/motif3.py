@@ -6,11 +6,11 @@ from ds4ref.families.motif3 import ARCHITECTURES, GATE_BOUND, HYPER_NORM_EPS, PO
 
 from .. import hyper, moe
 from ..attention import Seen, attend
-from ..layers import embed
+from ..layers import embed, layer_tensors
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_tail, sigmoid
 from ..weights import dequantize, linear
 
-__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "draft_tensors", "finish", "layer", "start", "uses"]
 
 
 def uses(c, name):
@@ -113,6 +113,11 @@ def poly_norm(x, powers, bias):
     cube, square, line = (rms_norm(power, eps=POLY_NORM_EPS) for power in (x * x * x, x * x, x))
     w0, w1, w2 = sigmoid(powers)
     return w0 * cube + w1 * square + w2 * line + bias
+
+
+def draft_tensors(c, artifact):
+    """(nothing, the predictor's tensors)."""
+    return {}, [layer_tensors(artifact.tensors, "mtp.{i}.", 0)]
 
 
 def draft_input(c, top, h):

@@ -11,14 +11,14 @@ from ds4ref.families.qwen4exp_layouts import PUBLISHED
 from .. import moe, views
 from ..attention import Seen, attend
 from ..indexer import choose
-from ..layers import embed
+from ..layers import embed, layer_tensors
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_head, sigmoid, silu, softmax, yarn_frequencies
 from ..recurrent import convolve, gated_delta, short_conv
 from ..weights import dequantize, linear
 
 __all__ = [
-    "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "homes", "layer", "prepare",
-    "start", "tensors_of", "uses",
+    "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "draft_tensors", "finish", "homes", "layer",
+    "prepare", "start", "tensors_of", "uses",
 ]  # fmt: skip
 
 CONVERTED = {published: name for name, published in PUBLISHED.items()}
@@ -202,6 +202,13 @@ def feed_forward(c, w, x):
         routed = routed + moe.experts(x, chosen, weights, stacks)
     gate = sigmoid(jnp.sum(x * w["ffn_gate_inp_shexp.weight"], axis=-1, keepdims=True))
     return routed + gate * moe.shared_expert(x, w)
+
+
+def draft_tensors(c, artifact):
+    """(what joins the draft block's input, and its mixer before the head; the block's own tensors)."""
+    found, block = tensors_of(c, artifact), "mtp.blk.{i}."
+    ends = {name: t for name, t in found.items() if name.startswith("mtp.") and not name.startswith(block.format(i=0))}
+    return ends, [layer_tensors(found, block, 0)]
 
 
 def draft_input(c, top, h):
