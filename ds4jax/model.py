@@ -60,6 +60,7 @@ class Model:
         *,
         context,
         banks=1,
+        fewest=None,
         dtype="float32",
         layout="cpu",
         profile=None,
@@ -71,6 +72,7 @@ class Model:
     ):
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
+        fewest: banks to be content with where the device has no memory for ``banks``; the attribute says how many there are.
         dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes "wide" on CPUs whose
         machine has the memory, and ``weights_layout`` says so. profile: of :mod:`ds4jax.primitives`, that of the device where
         None. chunk: tokens per call in prefill; sizes and least_bucket: chunk sizes and the shortest length of the past that
@@ -87,7 +89,7 @@ class Model:
         if problems := check(artifact, *self.family.tensors(self.config)):
             raise ArtifactError(f"{artifact.path.name}: {problems[0]}")
         self.layout = self.family.layout(self.config)
-        self.context, self.banks, self.chunk = context, banks, min(chunk, context)
+        self.context, self.chunk = context, min(chunk, context)
         self._sizes, self._buckets = tuple(sorted(sizes)), buckets(min(least_bucket, context), context)
         tensors = families.tensors(artifact, self.config)
         prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
@@ -100,8 +102,10 @@ class Model:
             "layers": self.plan.load(tensors, lambda stack: pack_stack(stack, layout, _operands(stack, dtype)), did),
         }
         self.rows_in = jnp.dtype(dtype)
-        self._arrays = self.plan.allocate(banks, context, self.rows_in)
-        self._free = list(range(banks))
+        allocate = partial(self.plan.allocate, context=context, dtype=self.rows_in)
+        self.banks, held = _most(allocate, banks, banks if fewest is None else fewest)
+        self._arrays = held
+        self._free = list(range(self.banks))
         self._programs = {}
         self._host = Weights(artifact, np.float32, cache_bytes=0)
 
@@ -229,6 +233,17 @@ class Model:
             run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every)
             self._programs[key] = jax.jit(run, donate_argnums=1, compiler_options=compile_options())
         return self._programs[key]
+
+
+def _most(allocate, banks, fewest):
+    """(how many, their arrays): as many of ``banks`` as the device has memory for, at least ``fewest``."""
+    for count in range(banks, fewest - 1, -1):
+        try:
+            return count, jax.block_until_ready(allocate(count))
+        except jax.errors.JaxRuntimeError as error:
+            if count == fewest or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+    raise ValueError(f"a model needs at least one bank and no more in fewest than in banks, got {banks} and {fewest}")
 
 
 def _operands(tensors, dtype):

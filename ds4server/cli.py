@@ -193,6 +193,7 @@ def _open(request, found, plan, path, toy, trace):
         model, layout, dtype = Model.from_artifact(artifact, context=request.ctx), "file", "float32"
     else:
         model, layout, dtype = _on_device(artifact, request, plan, count)
+        count = model.banks
     layout = shown_layout(request, layout)
     conversation = Conversation(artifact)
     policy = Policy(plan.effective["prefix_reuse"], request.partial_min, pin=request.pin_min)
@@ -264,7 +265,8 @@ def _unbounded(bound):
 
 
 def _on_device(artifact, request, plan, count):
-    """(the artifact's JAX model with ``count`` banks, its weight layout, its dtype), loaded with a progress line."""
+    """(the artifact's JAX model with ``count`` banks or as many as the device holds, its weight layout, its dtype), loaded with
+    a progress line."""
     import jax
 
     from ds4jax import platforms
@@ -288,6 +290,7 @@ def _on_device(artifact, request, plan, count):
                 artifact,
                 context=request.ctx,
                 banks=count,
+                fewest=1,
                 dtype=dtype,
                 layout=platform.layout,
                 chunk=plan.effective["native_chunk"],

@@ -173,9 +173,9 @@ def _on_device(artifact, config):
 
 def after_open(found, model, reuser, layout, serving=None):
     """The facts of ``found`` with what the opened engine tells: its memory, its chunk, its checkpoints. serving: banks that
-    serve at once (default: all). On a device the largest program is compiled for it."""
+    were to serve at once (default: all), of which a device may hold fewer. On a device the largest program is compiled."""
     device = found.backend.name != "reference"
-    fitted = 1 if found.row.banks == "serial" else serving or len(reuser.banks)
+    fitted = 1 if found.row.banks == "serial" else min(serving or len(reuser.banks), len(reuser.banks))
     facts, budgets = found.facts, found.facts.budgets
     if budgets is not None:
         memory = host.memory(found.backend.name)

@@ -33,8 +33,10 @@ class Issue:
 class Facts:
     """What files, host and engine have told. None is "unknown", which is neither yes nor no.
 
-    platform: the backend that "auto" finds. banks_fitted … decode_execution are known after open; mapped_weights: bytes of
-    weights that have left the available memory by then. because: fact → why it is as it is, for the messages.
+    platform: the backend that "auto" finds. cont_lane: false where an engine has no memory for a bank lane beside its serial
+    session; here both compute on the same states, so that a fit allows fewer banks (banks_fitted) and never refuses the lane.
+    banks_fitted … decode_execution are known after open; mapped_weights: bytes of weights that have left the available memory
+    by then. because: fact → why it is as it is, for the messages.
     """
 
     platform: str = "reference"

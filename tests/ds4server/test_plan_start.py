@@ -150,6 +150,40 @@ def test_quality_is_priced_and_reported(model, monkeypatch):
         running.process.kill()
 
 
+def test_a_device_that_holds_fewer_banks_than_were_named(model, capsys, monkeypatch):
+    """What was allocated decides: a named width is refused, one bank and none beside it serves; the lane is never without any."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    from ds4jax.layers import Plan
+    from ds4jax.model import Model as OnDevice
+
+    allocate, room, tried = Plan.allocate, 2, []
+
+    def short(self, banks, context, dtype):
+        tried.append(banks)
+        if banks > room:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return allocate(self, banks, context, dtype)
+
+    monkeypatch.setattr(Plan, "allocate", short)
+    monkeypatch.setattr(OnDevice, "scratch", lambda self: None)
+    before = dict(cli.os.environ)
+
+    def start(*flags):
+        monkeypatch.setattr(cli.os, "environ", dict(before))
+        return main(["-m", model, "--backend", "cpu", "--ctx", "256", "--mem-floor-gb", "0", *flags])
+
+    assert start("--max-seqs", "4") == 2 and tried == [4, 3, 2]
+    assert "--max-seqs 4 was asked for and 2 could be allocated" in capsys.readouterr().err.splitlines()[-1]
+    room, served = 1, []
+    monkeypatch.setattr(cli, "_listen", lambda request, service: served.append(service) or 0)
+    assert start() == 0
+    found = served[0]
+    assert (found.plan.effective["max_seqs"], len(found.engine._reuser.banks), found.plan.quote["banks"]) == (1, 1, 1)
+    room = 0
+    assert start() == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("cannot be loaded on cpu: RESOURCE_EXHAUSTED: out of memory")
+
+
 def test_a_drafter_or_encoder_is_never_ignored(model, capsys, tmp_path):
     shutil.copy(model, tmp_path / "good.gguf")
     cli.os.environ["DS4_DSPARK_MODEL"] = str(tmp_path / "good.gguf")
