@@ -151,7 +151,7 @@ def test_quality_is_priced_and_reported(model, monkeypatch):
 
 
 def test_a_device_that_holds_fewer_banks_than_were_named(model, capsys, monkeypatch):
-    """What was allocated decides: a named width is refused, one bank and none beside it serves; the lane is never without any."""
+    """What was allocated decides: a named width is refused; one bank, and none beside it for reuse, serves."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     from ds4jax.layers import Plan
     from ds4jax.model import Model as OnDevice
