@@ -7,12 +7,13 @@ and their state components are.
 
 A family's layer is a function ``layer(c, i, w, state, x) → x``: i is the number of a layer *of this kind* (static, for the
 config), w its weights by their name without the block prefix, state its components without the layer's number, x whatever
-the family carries from layer to layer (a pytree).
+the family carries from layer to layer (a pytree): the residual stream, or a tuple that begins with it.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -134,23 +135,44 @@ class Plan:
             for run, layouts in zip(self.runs, self.layouts, strict=True)
         ]
 
-    def apply(self, layer, config, weights, arrays, chunk, x):
-        """Run every layer over ``x``. → (x, new state arrays)."""
-        after = []
-        for run, layouts, held, state in zip(self.runs, self.layouts, weights, arrays, strict=True):
+    def apply(self, layer, config, weights, arrays, chunk, x, taps=(), trial=False):
+        """Run every layer over ``x``. → (x, new state arrays, the residual after each of the layers ``taps``, what was tried).
 
-            def repeat(l, carry, run=run, layouts=layouts, held=held):
-                x, state = carry
-                new = []
+        What was tried: [run][place] → ``Sequences.tried`` of the stack, a leading axis more; nothing but on trial.
+        """
+        after, seen, tried = [], {}, []
+        for run, layouts, held, state in zip(self.runs, self.layouts, weights, arrays, strict=True):
+            last = run.start + run.period * run.repeats - 1
+            wanted = {i: divmod(i - run.start, run.period) for i in taps if run.start <= i < last}
+
+            def repeat(carry, _, run=run, layouts=layouts, held=held, wanted=wanted):
+                l, x, state, seen = carry
+                new, tried, seen = [], [], dict(seen)
                 for j, layout in enumerate(layouts):
-                    sequences = Sequences(layout, state[j], chunk, l)
+                    sequences = Sequences(layout, state[j], chunk, l, trial)
                     x = layer(config, run.start + j, select_layer(held[j], l), sequences, x)
                     new.append(sequences.arrays)
-                return x, new
+                    tried.append(sequences.tried)
+                    for i, (repeat, place) in wanted.items():
+                        if place == j:
+                            seen[i] = jnp.where(l == repeat, residual(x), seen[i])
+                return (l + 1, x, new, seen), tried
 
-            x, state = repeat(0, (x, state)) if run.repeats == 1 else lax.fori_loop(0, run.repeats, repeat, (x, state))
+            carry = (jnp.int32(0), x, state, {i: jnp.zeros_like(residual(x)) for i in wanted})
+            if run.repeats == 1:
+                (_, x, state, rows), kept = repeat((0, *carry[1:]), None)
+                kept = jax.tree.map(lambda a: a[None], kept)
+            else:
+                (_, x, state, rows), kept = lax.scan(repeat, carry, length=run.repeats)
             after.append(state)
-        return x, after
+            tried.append(kept)
+            seen |= rows | {last: residual(x)}
+        return x, after, tuple(seen[i] for i in taps), tried
+
+
+def residual(x):
+    """The residual stream [B, T, …] of what a family carries from layer to layer: all of it, or the first of several."""
+    return x[0] if isinstance(x, tuple) else x
 
 
 def of_layers(plan):

@@ -21,13 +21,15 @@ from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.state import Compressed, Recurrent, Ring, Rows, Snapshot, State
 from ds4ref.weights import Weights, check
 
-from . import families, primitives
+from . import families, primitives, trials
 from .compilation import compile_options
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
+from .trials import Seen, Trial
 from .weights import pack, pack_stack, roomy
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
+TRIAL_SIZES = (1, 2, 4, 8, 16)
 LEAST_BUCKET = 256
 DTYPES = ("float32", "bfloat16")
 
@@ -104,7 +106,8 @@ class Model:
         self.rows_in = jnp.dtype(dtype)
         allocate = partial(self.plan.allocate, context=context, dtype=self.rows_in)
         self.banks, held = _most(allocate, banks, banks if fewest is None else fewest)
-        self._arrays = held
+        self._state, self._kept = held, []
+        self.taps = ()
         self._free = list(range(self.banks))
         self._programs = {}
         self._host = Weights(artifact, np.float32, cache_bytes=0)
@@ -130,10 +133,12 @@ class Model:
 
     @property
     def most_programs(self):
-        """Programs there can be: one per chunk size, length of the past, number of rows, and kind of logits."""
+        """Programs there can be: one per chunk size, length of the past, number of rows, and kind of logits; of trials one per
+        size, length and number of rows, and one that keeps per size and number."""
         sizes = {rounded(n, self._sizes, self.chunk) for n in range(1, self.chunk + 1)}
         rows = {min(self.banks, 1 << (n - 1).bit_length()) for n in range(1, self.banks + 1)}
-        return 2 * len(sizes) * len(self._buckets) * len(rows)
+        trials = len(TRIAL_SIZES) * (len(self._buckets) + 1)
+        return len(rows) * (2 * len(sizes) * len(self._buckets) + trials)
 
     def new_state(self):
         """An empty sequence in a free bank. ValueError when all are taken (``Bank.release`` gives one back)."""
@@ -173,6 +178,64 @@ class Model:
             bank.logits = row
         return logits
 
+    def watch(self, layers):
+        """From now on every call leaves the residual after these layers in its banks' ``seen``, in this order."""
+        self.taps = tuple(layers)
+
+    def verify_rows(self, banks, parts):
+        """Consume each bank's part on trial, all in one program: list of logits [T_b, V].
+
+        The banks stay where they are until :meth:`keep`, or any other call, says how many of the tokens they have; one that
+        never does has had none.
+        """
+        parts = [self._checked(part, bank) for bank, part in zip(banks, parts, strict=True)]
+        if not all(1 <= len(part) <= TRIAL_SIZES[-1] for part in parts):
+            found = ", ".join(str(len(part)) for part in parts)
+            raise ValueError(f"a trial has 1 to {TRIAL_SIZES[-1]} tokens for each bank, not {found}")
+        logits, tried = self._call(banks, parts, every=True, trial=True)
+        rows = [logits[row, : len(part)] for row, part in enumerate(parts)]
+        for row, (bank, part) in enumerate(zip(banks, parts, strict=True)):
+            bank.trial = Trial(part, rows[row], tried, row, len(logits))
+        return rows
+
+    def keep(self, banks, counts):
+        """Consume for good the first ``counts[b]`` ≥ 1 tokens of each bank's trial. ValueError where it has none so long."""
+        for bank, count in zip(banks, counts, strict=True):
+            if bank.trial is None or not 1 <= count <= len(bank.trial.tokens):
+                on_trial = 0 if bank.trial is None else len(bank.trial.tokens)
+                raise ValueError(f"a bank with {on_trial} tokens on trial cannot keep {count}")
+        for bank, count in zip(banks, counts, strict=True):
+            trial = bank.trial
+            if trials.holds(trial.tried):
+                self._kept.append((trial, bank.slot, bank.length, count))
+            bank._extend(trial.tokens[:count])
+            bank.logits = trial.logits[count - 1]
+
+    @property
+    def _arrays(self):
+        """The state, in which everything that was kept is written."""
+        while self._kept:
+            tried = self._kept[0][0].tried
+            together = [kept for kept in self._kept if kept[0].tried is tried]
+            self._kept = [kept for kept in self._kept if kept[0].tried is not tried]
+            self._state = self._written(tried, together)
+        return self._state
+
+    @_arrays.setter
+    def _arrays(self, arrays):
+        self._state = arrays
+
+    def _written(self, tried, together):
+        """The state with what was kept of one program's trials."""
+        rows = together[0][0].rows
+        lengths, counts, slots = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.full(rows, self.banks, np.int32)
+        for trial, slot, length, count in together:
+            lengths[trial.row], counts[trial.row], slots[trial.row] = length, count, slot
+        if "keep" not in self._programs:
+            write = partial(trials.write, self.plan)
+            self._programs["keep"] = jax.jit(write, donate_argnums=0, compiler_options=compile_options())
+        return self._programs["keep"](self._state, tried, lengths, counts, slots)
+
     def _checked(self, tokens, bank=None):
         """The tokens as a list of int; ValueError before anything is computed."""
         tokens = [int(token) for token in tokens]
@@ -184,12 +247,21 @@ class Model:
         return tokens
 
     def _advance(self, banks, parts, every):
-        """Advance each bank by its part. Padding rows stand for idle banks; they change nothing."""
+        """Advance each bank by its part, for good: logits as :func:`_run` has them, of these banks."""
+        logits, _ = self._call(banks, parts, every)
+        for bank, part in zip(banks, parts, strict=True):
+            bank._extend(part)
+        return logits[: len(banks)]
+
+    def _call(self, banks, parts, every, trial=False):
+        """Run each bank's part through the layers: (logits, what a trial left). Padding rows stand for idle banks; they change
+        nothing."""
         longest = max(len(part) for part in parts)
         reach = max(bank.length + len(part) for bank, part in zip(banks, parts, strict=True))
         if reach > self.context:
             raise ValueError(f"{reach} tokens exceed the context of {self.context}")
-        size, bucket = rounded(longest, self._sizes, self.chunk), rounded(reach, self._buckets, self.context)
+        size = rounded(longest, TRIAL_SIZES, TRIAL_SIZES[-1]) if trial else rounded(longest, self._sizes, self.chunk)
+        size, bucket = min(size, self.context), rounded(reach, self._buckets, self.context)
         rows = min(self.banks, 1 << (len(banks) - 1).bit_length())
         tokens = np.zeros((rows, size), np.int32)
         valid, lengths, slots = (np.zeros(rows, np.int32) for _ in range(3))
@@ -197,12 +269,13 @@ class Model:
         for row, (bank, part) in enumerate(zip(banks, parts, strict=True)):
             tokens[row, : len(part)] = part
             valid[row], lengths[row], slots[row] = len(part), bank.length, bank.slot
-        program = self._program(bucket, every)
+        program = self._program(bucket, every, trial)
         prepared = self._prepared(banks, parts, rows, size)
-        logits, self._arrays = program(self._weights, self._arrays, tokens, lengths, valid, slots, *prepared)
-        for bank, part in zip(banks, parts, strict=True):
-            bank._extend(part)
-        return np.asarray(logits)[: len(banks)]
+        called = program(self._weights, self._arrays, tokens, lengths, valid, slots, *prepared)
+        logits, self._arrays, seen, tried = called
+        for row, bank in enumerate(banks):
+            bank.trial, bank.seen = None, Seen(seen, row)
+        return np.asarray(logits), tried
 
     def scratch(self):
         """Bytes that the largest program takes beside weights and state: a whole chunk at the end of a full context, which is
@@ -227,10 +300,10 @@ class Model:
             out[row, : len(values)] = values
         return (out,)
 
-    def _program(self, bucket, every):
-        key = (bucket, every)
+    def _program(self, bucket, every, trial=False):
+        key = (bucket, every, trial, self.taps)
         if key not in self._programs:
-            run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every)
+            run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every, self.taps, trial)
             self._programs[key] = jax.jit(run, donate_argnums=1, compiler_options=compile_options())
         return self._programs[key]
 
@@ -251,24 +324,21 @@ def _operands(tensors, dtype):
     return "float32" if tensors[0].name.endswith("ffn_gate_inp.weight") else dtype
 
 
-def _run(arithmetic, config, plan, profile, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
-    """The traced program: embeddings, layers, head. → (logits [B, V] of the last real token, or [B, T, V]; state).
+def _run(arithmetic, config, plan, profile, bucket, every, taps, trial, weights, arrays, tokens, lengths, valid, banks, *given):
+    """The traced program: embeddings, layers, head.
 
-    profile: of :mod:`ds4jax.primitives`; whichever thread traces.
+    → (logits [B, V] of the last real token, or [B, T, V]; state; residuals [B, T, …] after the layers ``taps``; what was
+    tried). profile: of :mod:`ds4jax.primitives`; whichever thread traces. given: what :meth:`Model._prepared` gives.
     """
     with primitives.using(profile):
-        return _traced(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared)
-
-
-def _traced(arithmetic, config, plan, bucket, every, weights, arrays, tokens, lengths, valid, banks, *prepared):
-    chunk = Chunk(lengths, valid, tokens.shape[1], bucket, banks)
-    x = arithmetic.start(config, weights["top"], tokens, chunk, *prepared)
-    x, arrays = plan.apply(arithmetic.layer, config, weights["layers"], arrays, chunk, x)
-    if not every:
-        last = jnp.maximum(valid - 1, 0)
-        x = jax.tree.map(lambda a: jnp.take_along_axis(a, last.reshape(-1, *(1,) * (a.ndim - 1)), axis=1), x)
-    logits = arithmetic.finish(config, weights["top"], x)
-    return (logits if every else logits[:, 0]), arrays
+        chunk = Chunk(lengths, valid, tokens.shape[1], bucket, banks)
+        x = arithmetic.start(config, weights["top"], tokens, chunk, *given)
+        x, arrays, seen, tried = plan.apply(arithmetic.layer, config, weights["layers"], arrays, chunk, x, taps, trial)
+        if not every:
+            last = jnp.maximum(valid - 1, 0)
+            x = jax.tree.map(lambda a: jnp.take_along_axis(a, last.reshape(-1, *(1,) * (a.ndim - 1)), axis=1), x)
+        logits = arithmetic.finish(config, weights["top"], x)
+        return (logits if every else logits[:, 0]), arrays, seen, tried
 
 
 @dataclass
@@ -279,6 +349,9 @@ class Bank:
     slot: int
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None
+    seen: Seen | None = None
+    """What the model watches, at the tokens of the last call."""
+    trial: Trial | None = None
 
     @property
     def layout(self):
@@ -293,7 +366,7 @@ class Bank:
     def clear(self):
         """Forget everything."""
         self._start = {}
-        self.tokens, self.logits = [], None
+        self.tokens, self.logits, self.trial = [], None, None
         self.model._arrays = _cleared(self.model._arrays, self.slot)
 
     def release(self):
@@ -302,6 +375,7 @@ class Bank:
 
     def _extend(self, tokens):
         self.tokens += tokens
+        self.trial = None
         for name, kind in self.model.layout.items():
             held = _held(kind)
             if held is not None:
@@ -324,7 +398,7 @@ class Bank:
             self.clear()
         elif n < self.length:
             del self.tokens[n:]
-            self.logits = None
+            self.logits = self.trial = None
 
     def snapshot(self):
         """This moment as :class:`ds4ref.state.Snapshot`: NumPy arrays that any backend can restore."""
@@ -377,7 +451,7 @@ class Bank:
             for key, value in from_snapshot({name: kind}, {name: held}, length, model.context, model.rows_in)[name].items():
                 if key in held:
                     place[key] = _written(place[key], value, l, self.slot)
-        self.tokens = snapshot.tokens.tolist()
+        self.tokens, self.trial = snapshot.tokens.tolist(), None
         self.logits = None if snapshot.logits is None else snapshot.logits.astype(np.float32)
         self._start = {}
         for name, kind in self.layout.items():

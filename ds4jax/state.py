@@ -53,7 +53,8 @@ class Chunk:
     valid [B] ≤ size; bucket: how many rows of the past are read, at least the longest length after the call.
 
     ``banks`` None: all slots, in order. A number out of range: an idle bank, whose reads mean nothing and writes are dropped;
-    where there is one bank only, it is a real one.
+    where there is one bank only, it is a real one. origin: position [B] of each sequence's first token, where that is not 0:
+    a drafter's may begin midway. Rows, windows and masks count from there.
     """
 
     lengths: jnp.ndarray
@@ -61,10 +62,11 @@ class Chunk:
     size: int
     bucket: int
     banks: jnp.ndarray | None = None
+    origin: jnp.ndarray | None = None
 
     @property
     def positions(self):
-        """Position of every token of the chunk, int32 [B, T]."""
+        """Number of every token of the chunk in its sequence, int32 [B, T]."""
         return self.lengths[:, None] + jnp.arange(self.size, dtype=jnp.int32)
 
     @property
@@ -176,18 +178,25 @@ class Sequences:
     """The components during one traced call. ``state[name]`` is a component with ``append`` and ``rows`` as in ds4ref.
 
     arrays: component name → array name → [R, B, …]; ``layer`` as above. After the call ``arrays`` holds the new state.
+
+    On *trial* the tokens may be taken back: what cannot be truncated stays as it was, and ``tried`` holds, by component and
+    array name, what :mod:`ds4jax.trials` needs to write it later: of rings the chunk's rows [B, …, T, d], of ``Recurrent`` the
+    value after every token [T, B, …].
     """
 
-    def __init__(self, layout, arrays, chunk, layer=0):
-        self.layout, self.arrays, self.chunk, self.layer = layout, dict(arrays), chunk, layer
+    def __init__(self, layout, arrays, chunk, layer=0, trial=False):
+        self.layout, self.arrays, self.chunk, self.layer, self.trial = layout, dict(arrays), chunk, layer, trial
         self.appended = {}  # of rings: (rows before this chunk, the chunk's own), by component name
+        self.tried = {}
 
     def __getitem__(self, name):
         return _COMPONENTS[type(self.layout[name])](self, name)
 
     @property
     def positions(self):
-        return self.chunk.positions
+        """Position of every token of the chunk, int32 [B, T]."""
+        chunk = self.chunk
+        return chunk.positions if chunk.origin is None else chunk.positions + chunk.origin[:, None]
 
 
 class _Component:
@@ -239,11 +248,14 @@ class _Component:
     def _write_ring(self, name, before, rows):
         """Put the chunk's rows [B, …, T, d] into their slots of a ring that held ``before`` [B, …, W, d]."""
         chunk, slots = self.chunk, before.shape[-2]
+        if self._owner.trial:
+            self._owner.tried[self._name] = {name: _narrowed(rows, self._array(name).dtype)}
+            return None
         if chunk.size == 1:
             return self._write(name, rows, chunk.lengths % slots, chunk.live)
         column = ring_positions(chunk.lengths + chunk.valid, slots) - chunk.lengths[:, None]  # of the token that a slot holds
         own = _take(rows, jnp.clip(column, 0, chunk.size - 1))
-        self._write(name, jnp.where(_along(column >= 0, before), own, before))
+        return self._write(name, jnp.where(_along(column >= 0, before), own, before))
 
 
 class _Rows(_Component):
@@ -272,7 +284,7 @@ class _Ring(_Component):
     def rows(self):
         """The window's rows before this chunk, then the chunk's own. One token's are all in the ring, in the order of slots."""
         chunk, slots = self.chunk, self._array("rows").shape[-2]
-        if chunk.size == 1:
+        if chunk.size == 1 and not self._owner.trial:
             held = chunk.lengths + chunk.valid
             return self._view("rows", slots, positions_of=lambda index: ring_positions(held, slots, index))
         rows = self._past(slots - 1)
@@ -297,8 +309,10 @@ class _Recurrent(_Component):
 
         Everything has the banks as its first axis; ``advance`` gets one at a time, [1, …], so that its value is read and
         written where it lies. For an idle bank it must return the value that it got: a number beyond the end stands for the
-        last bank.
+        last bank. On trial it gets all banks and one token at a time, and the inputs have the tokens as their second axis.
         """
+        if self._owner.trial:
+            return self._try(advance, inputs)
         whole = self._array("value")
         banks = _banks(whole, self.chunk)
         places = self._owner.layer * whole.shape[1] + banks
@@ -323,6 +337,15 @@ class _Recurrent(_Component):
             values, outs = lax.fori_loop(0, len(banks), next_row, (values, outs))
         self._replace("value", values.reshape(whole.shape))
         return outs
+
+    def _try(self, advance, inputs):
+        def token(value, now):
+            value, out = advance(value, *(x[:, None] for x in now))
+            return value, (value, out[:, 0])
+
+        _, (values, outs) = lax.scan(token, self._read("value"), [jnp.moveaxis(x, 1, 0) for x in inputs])
+        self._owner.tried[self._name] = {"value": values}
+        return jnp.moveaxis(outs, 0, 1)
 
 
 class _Compressed(_Component):

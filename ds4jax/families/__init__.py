@@ -6,6 +6,7 @@ More where a family needs it: ``tensors_of(c, artifact)``, its tensors by the na
 read, and ``prepare(c, w, before, tokens) → [T, …]``, what the host computes for new ``tokens`` after those ``before`` (w:
 :class:`ds4ref.weights.Weights`), a fifth argument of ``start``. ``LAYER_PREFIX``: how names of a layer's tensors begin.
 ``homes(c)``: the state components that the reference names without a layer's number, and the layer that holds each.
+Those that draft, from the model's own file or from a sidecar, have what :mod:`ds4jax.drafting` lists.
 """
 
 from ds4ref.gguf import ArtifactError
@@ -13,19 +14,25 @@ from ds4ref.gguf import ArtifactError
 from . import (
     bailingmoe3,
     deepseek4,
+    deepseek4_dspark,
+    deepseek4_mtp,
     dots3note,
     exaone_moe,
     glm5_next,
     glm_dsa,
     inkling,
+    inkling_mtp,
     k2_horizon,
     mimo2,
+    mimo2_dflash,
     motif3,
     naive_n05_flash,
+    naive_n05_flash_dspark,
     qwen4exp,
     qwen35,
     solar_open2,
     step35,
+    step35_mtp,
 )
 
 MODULES = (
@@ -45,6 +52,8 @@ MODULES = (
     solar_open2,
     step35,
 )
+SIDECARS = (deepseek4_dspark, deepseek4_mtp, inkling_mtp, mimo2_dflash, naive_n05_flash_dspark, step35_mtp)
+"""Modules of drafters in files of their own."""
 FAMILIES = {name: module for module in MODULES for name in module.ARCHITECTURES}
 
 
@@ -56,6 +65,16 @@ def of(artifact):
         name = f"{artifact.path.name}: ds4jax does not implement architecture {artifact.architecture!r}"
         raise ArtifactError(f"{name} (it has: {known})")
     return family
+
+
+def drafter(module):
+    """The module that drafts like a module of ds4ref, which has the same name; None where there is none."""
+
+    def name(module):
+        return module.__name__.rsplit(".", 1)[1]
+
+    drafting = (own for own in (*MODULES, *SIDECARS) if hasattr(own, "draft_logits"))
+    return next((own for own in drafting if name(own) == name(module)), None)
 
 
 def tensors(artifact, config):

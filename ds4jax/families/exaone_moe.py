@@ -2,13 +2,13 @@
 
 from ds4ref.families.exaone_moe import ARCHITECTURES
 
-from .. import moe
+from .. import moe, nextn
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves
 from ..weights import linear
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
+__all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
 
 def uses(c, name):
@@ -52,3 +52,21 @@ def feed_forward(c, w, h):
     if "ffn_gate.weight" in w:
         return moe.dense(h, w)
     return moe.sigmoid_experts(h, w, c.experts_used, c.expert_scale) + moe.shared_expert(h, w)
+
+
+def draft_input(c, top, h):
+    """The predictor's hidden rows, from the trunk's last output h [B, T, D]: what the head reads."""
+    return rms_norm(h, top["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the predictor on hidden rows [B, T, D] and the tokens [B, T] after them → rows for its head and its next step."""
+    x = nextn.joined(top, w, hidden, tokens, c.norm_eps)
+    x = x + attention(c, c.layers + d, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps))
+    x = x + feed_forward(c, w, rms_norm(x, w["ffn_norm.weight"], c.norm_eps))
+    return rms_norm(x, w["nextn.shared_head_norm.weight"], c.norm_eps)
+
+
+def draft_logits(c, d, top, w, row):
+    """Draft logits [..., V] of rows of the predictor."""
+    return nextn.logits(top, w, row)

@@ -5,7 +5,7 @@ import numpy as np
 
 from ds4ref.families.qwen35 import ARCHITECTURES
 
-from .. import views
+from .. import nextn, views
 from ..attention import Seen, attend
 from ..layers import embed as embed_rows
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head, sigmoid, silu
@@ -14,7 +14,9 @@ from ..rounding import hadamard
 from ..weights import dequantize
 from ..weights import linear as product
 
-__all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
+__all__ = [
+    "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "tensors_of", "uses",
+]  # fmt: skip
 
 
 def tensors_of(c, artifact):
@@ -48,8 +50,11 @@ def start(c, top, tokens, chunk):
 
 def finish(c, top, x):
     """Logits [..., V] of the last layer's output [..., D]."""
-    head = "output" if "output.weight" in top else "token_embd"
-    return linear(c, top, head, rms_norm(x, top["output_norm.weight"], c.norm_eps))
+    return linear(c, top, _head(top), rms_norm(x, top["output_norm.weight"], c.norm_eps))
+
+
+def _head(top):
+    return "output" if "output.weight" in top else "token_embd"
 
 
 def layer(c, i, w, state, x):
@@ -98,3 +103,25 @@ def attention(c, w, state, x):
 def feed_forward(c, w, x):
     """SwiGLU on the normalised input x [B, T, D]."""
     return linear(c, w, "ffn_down", silu(linear(c, w, "ffn_gate", x)) * linear(c, w, "ffn_up", x))
+
+
+def draft_input(c, top, h):
+    """The predictor's hidden rows, from the trunk's last output h [B, T, D]: what the head reads."""
+    return rms_norm(h, top["output_norm.weight"], c.norm_eps)
+
+
+def draft_block(c, d, top, w, state, hidden, tokens):
+    """Run the predictor on hidden rows [B, T, D] and the tokens [B, T] after them → rows for its head and its next step."""
+    own = "nextn.embed_tokens.weight"
+    embedding = embed_rows(w[own], tokens) if own in w else start(c, top, tokens, state.chunk)
+    norms = (w[f"nextn.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj"))
+    x = nextn.join(hidden, embedding, *norms, c.norm_eps)
+    x = x + attention(c, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps))
+    x = x + feed_forward(c, w, rms_norm(x, w["post_attention_norm.weight"], c.norm_eps))
+    return rms_norm(x, w.get("nextn.shared_head_norm.weight", top["output_norm.weight"]), c.norm_eps)
+
+
+def draft_logits(c, d, top, w, row):
+    """Draft logits [..., V] of rows of the predictor: its own head where it has one, else the trunk's."""
+    own = "nextn.shared_head_head"
+    return linear(c, w, own, row) if f"{own}.weight" in w else linear(c, top, _head(top), row)

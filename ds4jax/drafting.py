@@ -1,0 +1,350 @@
+"""Drafters on the device: :mod:`ds4ref.drafting` with the same verbs, over the same files.
+
+A drafter's blocks keep their rows in arrays of their own, with a slot for every bank of the model; a :class:`Draft` has one of
+them as long as somebody holds it. ``extend`` only notes what the target consumed. What was noted is computed when a proposal
+needs it, or when it fills a chunk, all of its tokens in one program; every further draft is a small program of its own.
+
+The newest token is taken for consumed as soon as drafts are proposed after it, since a target consumes it first. Where it then
+consumes another one, the draft begins anew.
+
+Which blocks there are, whether they are used and whether a file fits is ds4ref's to say. A family's module here has the
+arithmetic over [B, T] (``families``): ``draft_input(c, top, h)`` → hidden rows, ``draft_block(c, d, top, w, state, hidden,
+tokens)`` → hidden rows, ``draft_logits(c, d, top, w, hidden)`` → [..., V]. top: the tensors of the model's ends; w: those of
+block d by their name without its prefix; state: its components without their number, whose positions are the target's and
+whose rows begin with the draft. Where the block's tensors are not called ``blk.{layers + d}.…`` or there are more ends,
+``draft_tensors(c, artifact)`` → (ends, blocks): name → tensor, and a dictionary of these per block.
+
+Letters: B banks, always one here; T tokens, D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ds4ref import drafting as reference
+from ds4ref.gguf import Artifact, ArtifactError
+from ds4ref.state import Recurrent, Rows
+
+from . import families, primitives
+from .compilation import compile_options
+from .layers import layer_tensors
+from .model import TRIAL_SIZES, _cleared, _operands, rounded
+from .state import Chunk, Sequences, allocate
+from .weights import pack
+
+
+@dataclass(eq=False)
+class Draft:
+    """What a drafter keeps of one sequence; see :class:`ds4ref.drafting.Draft`.
+
+    slot: of the arrays, None as long as there is nothing in them; lengths: rows of each block; hidden: per block the row
+    [1, 1, …] that waits for its next token, or None (of block 0 it is ``last``, a tap); noted: pairs of a tap and the token
+    after it that are not computed yet; ahead: the token after ``last`` where it is computed already, and what came of it.
+    """
+
+    start: int
+    lengths: list[int]
+    hidden: list
+    slot: int | None = None
+    last: object = None
+    noted: list = field(default_factory=list)
+    ahead: tuple | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def length(self):
+        """Tokens of the target that it follows."""
+        return self.start + len(self.tokens)
+
+    def restart(self):
+        """Forget everything: follow the target from where it stands now."""
+        self.__init__(self.length, [0] * len(self.lengths), [None] * len(self.hidden))
+
+
+class Slots:
+    """Which draft has which slot. One that is no longer held by anybody has none; where all are taken, the draft that was used
+    longest ago begins anew."""
+
+    def __init__(self, count):
+        self._count, self._owners = count, {}
+
+    def of(self, draft):
+        """The draft's slot, and whether it is new."""
+        new = draft.slot is None
+        if new:
+            self._owners = {slot: owner for slot, owner in self._owners.items() if owner() is not None}
+            free = [slot for slot in range(self._count) if slot not in self._owners]
+            if not free:
+                oldest = next(iter(self._owners))
+                self._owners.pop(oldest)().restart()
+                free = [oldest]
+            draft.slot = free[0]
+        self._owners.pop(draft.slot, None)
+        self._owners[draft.slot] = ref(draft)
+        return draft.slot, new
+
+
+class Chain:
+    """Drafts by predictor blocks; see :class:`ds4ref.drafting.Chain`."""
+
+    def __init__(self, model, like, module, ends, blocks):
+        """like: ds4ref's drafter of the same file; ends, blocks: packed tensors beside the model's own, and per block."""
+        self.model, self.module, self.config = model, module, like.config
+        self.longest, self.taps = like.longest, like.taps
+        self.layouts = [{name.rsplit(".", 1)[1]: kind for name, kind in layout.items()} for layout in like.layouts]
+        self._weights = {"top": model._weights["top"] | ends, "blocks": blocks}
+        self._arrays = [_allocated(layout, model) for layout in self.layouts]
+        self._slots, self._programs = Slots(model.banks), {}
+        self._sizes = tuple(sorted({*TRIAL_SIZES, *model._sizes, model.chunk}))
+        self._lasting = all(isinstance(kind, Rows) for layout in self.layouts for kind in layout.values())
+
+    @property
+    def compiled(self):
+        """Programs compiled so far, but for those that only move rows."""
+        return sum(program._cache_size() for program in self._programs.values())
+
+    @property
+    def most_programs(self):
+        """Programs there can be: per length of the past one per size of a chunk and one per further draft."""
+        sizes = {rounded(n, self._sizes, self.model.chunk) for n in range(1, self.model.chunk + 1)}
+        blocks = len(self.layouts)
+        further = 1 if blocks == 1 else sum(range(1, blocks))
+        return len(self.model._buckets) * (len(sizes) + further)
+
+    def new(self, start=0):
+        """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
+        return Draft(start, [0] * len(self.layouts), [None] * len(self.layouts))
+
+    def extend(self, draft, token, taps):
+        """The target consumed ``token`` at position ``draft.length``; taps: name → :class:`ds4jax.speculative.Tap`."""
+        token = int(token)
+        if draft.ahead is not None:
+            if draft.ahead[0] != token:
+                draft.restart()
+            draft.ahead = None
+        elif draft.last is not None:
+            draft.noted.append((draft.last, token))
+        draft.last = taps[self.taps[0]]
+        draft.tokens.append(token)
+        if len(draft.noted) >= self.model.chunk:
+            self.flush(draft)
+
+    def flush(self, draft):
+        """Compute what was noted. → (rows of every block [1, T, …], how many of each are meant and where they begin,
+        logits [V] of block 0's last); None where nothing was."""
+        if not draft.noted:
+            return None
+        count, blocks = len(draft.noted), range(len(self.layouts))
+        skips = [0]
+        for d in blocks[1:]:
+            skips.append(0 if draft.hidden[d] is not None else min(count, skips[-1] + 1))
+        size = rounded(count, self._sizes, self.model.chunk)
+        rows = _rows_of([tap for tap, _ in draft.noted], size)
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, :count] = [token for _, token in draft.noted]
+        hidden = [jnp.zeros((), jnp.float32) if row is None else row for row in draft.hidden[1:]]
+        place = self._place(draft)
+        program = self._program(("chunk", self._bucket(draft, count)), _run_chunk, 1)
+        outs, waiting, logits, self._arrays = program(
+            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place
+        )
+        for d in blocks:
+            valid = count - skips[d]
+            draft.lengths[d] += valid
+            if d + 1 < len(self.layouts) and valid:
+                draft.hidden[d + 1] = waiting[d]
+        draft.noted = []
+        return outs, skips, count, logits
+
+    def propose(self, draft, token, count, choose):
+        """As :meth:`ds4ref.drafting.Chain.propose`."""
+        count, token = min(count, self.longest, self.model.context - draft.length), int(token)
+        if count < 1 or draft.last is None:
+            return []
+        if draft.ahead is None:
+            draft.noted.append((draft.last, token))
+            outs, _, noted, logits = self.flush(draft)
+            draft.ahead = token, np.asarray(logits), outs[0][:, noted - 1 : noted]
+        elif draft.ahead[0] != token:
+            draft.restart()
+            return []
+        _, logits, row = draft.ahead
+        saved = None if self._lasting or count == 1 else _saved(_spoiled(self.layouts, self._arrays), draft.slot)
+        drafts, rows = [], (row,)
+        try:
+            while (chosen := choose(logits)) is not None:
+                drafts.append(chosen)
+                if len(drafts) == count:
+                    break
+                rows, logits = self._further(draft, rows, drafts)
+        finally:
+            if saved is not None:
+                back = _restored(_spoiled(self.layouts, self._arrays), saved, draft.slot)
+                for state, held in zip(self._arrays, back, strict=True):
+                    state.update({name: state[name] | arrays for name, arrays in held.items()})
+        return drafts
+
+    def _further(self, draft, rows, drafts):
+        """The rows of the next block, or of the only one, and the logits [V] of the draft after ``drafts``. rows: of the one
+        before. What is written here lies behind the end of the draft, or is put back."""
+        n = len(drafts)
+        if len(self.layouts) == 1:
+            d, at = 0, n - 1
+        else:
+            # What waits in block n was made from the newest token; the rows of the block before from drafts, but for its first.
+            waiting = draft.hidden[n]
+            d, at, rows = n, 0, (rows if n > 1 else ()) if waiting is None else (waiting, *(rows if n > 1 else ()))
+        known = np.array([drafts[-sum(row.shape[1] for row in rows) :]], np.int32)
+        lengths, *place = self._place(draft)
+        program = self._program(("further", d, self._bucket(draft, n)), partial(_run_further, d), 1)
+        out, logits, self._arrays[d] = program(self._weights, self._arrays[d], rows, known, lengths[d : d + 1] + at, *place)
+        return (out,), np.asarray(logits)
+
+    def _place(self, draft):
+        """Where a draft stands, as arguments of the programs: rows of every block [D], position of the first, slot."""
+        slot, new = self._slots.of(draft)
+        if new and any(isinstance(kind, Recurrent) for layout in self.layouts for kind in layout.values()):
+            self._arrays = _cleared(self._arrays, slot)
+        return np.array(draft.lengths, np.int32), np.array([draft.start], np.int32), np.array([slot], np.int32)
+
+    def _bucket(self, draft, more):
+        return rounded(max(draft.lengths) + more, self.model._buckets, self.model.context)
+
+    def _program(self, key, run, donated):
+        if key not in self._programs:
+            run = partial(run, self.module, self.config, self.layouts, self.model.profile, key[-1])
+            self._programs[key] = jax.jit(run, donate_argnums=donated, compiler_options=compile_options())
+        return self._programs[key]
+
+
+def _run_chunk(module, c, layouts, profile, bucket, weights, arrays, rows, hidden, tokens, count, skips, lengths, origin, slot):
+    """Every block over the pairs of a chunk. rows: trunk rows [1, T, …], each before its token [1, T]; hidden: of blocks 1 …
+    the row that waits for the first token; skips [D]: leading tokens for which a block has no row yet.
+
+    → (rows of every block [1, T, …], those after its skipped tokens first; of every block but the last the row of the last
+    token; logits [V] of block 0 there; state)
+    """
+    with primitives.using(profile):
+        top, size = weights["top"], tokens.shape[1]
+        t, after, outs, waiting = jnp.arange(size, dtype=jnp.int32), [], [], []
+        inputs = module.draft_input(c, top, rows)
+        for d, (layout, w) in enumerate(zip(layouts, weights["blocks"], strict=True)):
+            own = jnp.minimum(t + skips[d], size - 1)
+            chunk = Chunk(lengths[d : d + 1], (count - skips[d])[None], size, bucket, slot, origin)
+            state = Sequences(layout, arrays[d], chunk)
+            out = module.draft_block(c, d, top, w, state, inputs[:, own], tokens[:, own])
+            after.append(state.arrays)
+            outs.append(out)
+            if d + 1 < len(layouts):
+                waiting.append(lax.dynamic_slice_in_dim(out, jnp.maximum(count - skips[d] - 1, 0), 1, axis=1))
+                before = out[:, jnp.maximum(t - 1 - skips[d], 0)]
+                first = (t == 0).reshape(1, -1, *(1,) * (out.ndim - 2))
+                inputs = jnp.where(first, hidden[d], before)
+        last = lax.dynamic_slice_in_dim(outs[0], count - 1, 1, axis=1)
+        logits = module.draft_logits(c, 0, top, weights["blocks"][0], last)
+        return outs, waiting, logits[0, 0], after
+
+
+def _run_further(d, module, c, layouts, profile, bucket, weights, arrays, rows, tokens, lengths, origin, slot):
+    """Block d over a few rows, in parts [1, n, …], and the tokens [1, T] after them. → (rows [1, T, …], logits [V], state)"""
+    with primitives.using(profile):
+        top, w, size = weights["top"], weights["blocks"][d], tokens.shape[1]
+        chunk = Chunk(lengths, jnp.full(1, size, jnp.int32), size, bucket, slot, origin)
+        state = Sequences(layouts[d], arrays, chunk)
+        out = module.draft_block(c, d, top, w, state, jnp.concatenate(rows, axis=1), tokens)
+        return out, module.draft_logits(c, d, top, w, out[:, -1:])[0, 0], state.arrays
+
+
+def _allocated(layout, model):
+    """State of one block, for every bank of the model: component → arrays [1, B, …]."""
+    dtype = {name: jnp.float32 if isinstance(kind, Recurrent) else model.rows_in for name, kind in layout.items()}
+    return {name: allocate(kind, 1, model.banks, model.context, dtype[name]) for name, kind in layout.items()}
+
+
+def _rows_of(taps, size):
+    """What taps stand for, as one array [1, size, …] on the device; what is behind their number means nothing."""
+    parts = []  # (array, row, token of the first, how many)
+    for tap in taps:
+        array, row, token, count = parts[-1] if parts else (None, 0, 0, 0)
+        if array is tap.array and row == tap.row and token + count == tap.token:
+            parts[-1] = array, row, token, count + 1
+        else:
+            parts.append((tap.array, tap.row, tap.token, 1))
+    rows = None
+    at = 0
+    for array, row, token, count in parts:
+        rows = _picked(array, row, token, size=size) if rows is None else _put(rows, array, row, token, at)
+        at += count
+    return rows
+
+
+@partial(jax.jit, static_argnames="size")
+def _picked(array, row, token, size):
+    """Tokens token … of bank ``row`` of [B, T, …]: [1, size, …]."""
+    return array[row, jnp.minimum(token + jnp.arange(size), array.shape[1] - 1)][None]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(rows, array, row, token, at):
+    """Rows [1, T, …] of which those from ``at`` on are tokens token … of bank ``row``, as far as there are any."""
+    t = jnp.arange(rows.shape[1]) - at
+    new = array[row, jnp.clip(token + t, 0, array.shape[1] - 1)][None]
+    return jnp.where((t >= 0).reshape(1, -1, *(1,) * (rows.ndim - 2)), new, rows)
+
+
+def _spoiled(layouts, arrays):
+    """Of the state of the blocks the arrays that drafts spoil: all but what lies behind the end until it is overwritten."""
+    return [
+        {
+            name: {key: array for key, array in held[name].items() if key != "blocks"}
+            for name, kind in layout.items()
+            if not isinstance(kind, Rows)
+        }
+        for layout, held in zip(layouts, arrays, strict=True)
+    ]
+
+
+@jax.jit
+def _saved(spoiled, slot):
+    return jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, slot, 1, axis=1), spoiled)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _restored(spoiled, saved, slot):
+    return jax.tree.map(lambda array, held: lax.dynamic_update_slice_in_dim(array, held, slot, axis=1), spoiled, saved)
+
+
+def attach(model, path=None):
+    """The drafter of a :class:`ds4jax.model.Model`, which from now on watches what it reads. Arguments and errors are those of
+    :func:`ds4ref.drafting.attach`; ArtifactError too where ds4jax has no arithmetic for it."""
+    target = SimpleNamespace(
+        artifact=model.artifact, family=model.family, config=model.config, weights=model._host, dtype=np.float32
+    )
+    like = reference.attach(target, path)
+    artifact = model.artifact if path is None else Artifact.open(path)
+    module = families.drafter(like.module)
+    if module is None or not isinstance(like, reference.Chain):
+        raise ArtifactError(f"{artifact.path.name}: ds4jax does not implement the drafter of {model.artifact.architecture}")
+    ends, blocks = _tensors(module, like, artifact)
+    ends, *blocks = ({name: _packed(model, tensor) for name, tensor in held.items()} for held in (ends, *blocks))
+    model.watch(int(name.removeprefix("h_")) for name in like.taps)
+    return Chain(model, like, module, ends, blocks)
+
+
+def _tensors(module, like, artifact):
+    """(tensors of ends, those of each block by their name there) that a drafter reads."""
+    if hasattr(module, "draft_tensors"):
+        return module.draft_tensors(like.config, artifact)
+    found = module.tensors_of(like.config, artifact) if hasattr(module, "tensors_of") else artifact.tensors
+    return {}, [layer_tensors(found, "blk.{i}.", like.layers + d) for d in range(len(like.layouts))]
+
+
+def _packed(model, tensor):
+    operands = _operands([tensor], "bfloat16" if model.rows_in == jnp.bfloat16 else "float32")
+    return pack(tensor, model.weights_layout, operands)
