@@ -14,6 +14,12 @@ block d by their name without its prefix; state: its components without their nu
 whose rows begin with the draft. Where the block's tensors are not called ``blk.{layers + d}.…`` or there are more ends,
 ``draft_tensors(c, artifact)`` → (ends, blocks): name → tensor, and a dictionary of these per block.
 
+A block drafter's module has ``draft_tensors``, with a dictionary per layer; ``commit(c, top, w, state, outputs)``, outputs: [B,
+T, …] of each tapped layer, w: a dictionary per layer, state: its components by their names; ``draft_rows(c, top, w,
+state, anchor, count)`` → [B, N, …], N = ``longest``: the first predicts the token after the anchor's [B], and ``count`` [B] of
+them are wanted; state is at a chunk of no tokens behind what is committed;
+``draft_logits(c, top, w, row, previous)`` → [..., V].
+
 Letters: B banks, always one here; T tokens, D hidden, V vocabulary.
 """
 
@@ -101,7 +107,7 @@ class Chain:
         self._weights = {"top": model._weights["top"] | ends, "blocks": blocks}
         self._arrays = [_allocated(layout, model) for layout in self.layouts]
         self._slots, self._programs = Slots(model.banks), {}
-        self._sizes = tuple(sorted({*TRIAL_SIZES, *model._sizes, model.chunk}))
+        self._sizes = _chunk_sizes(model)
         self._lasting = all(isinstance(kind, Rows) for layout in self.layouts for kind in layout.values())
 
     @property
@@ -223,6 +229,86 @@ class Chain:
         return self._programs[key]
 
 
+class Block:
+    """Drafts a block at a time; see :class:`ds4ref.drafting.Block`."""
+
+    def __init__(self, model, like, module, ends, layers):
+        """like: ds4ref's drafter of the same file; ends, layers: packed tensors beside the model's own, and per layer."""
+        self.model, self.module, self.config = model, module, like.config
+        self.longest, self.taps = like.longest, like.taps
+        self._like, self._layout = like.module, like.module.draft_layout(like.config)
+        self._weights = {"top": model._weights["top"] | ends, "layers": layers}
+        self._arrays = _allocated(self._layout, model)
+        self._slots, self._programs = Slots(model.banks), {}
+        self._sizes = _chunk_sizes(model)
+
+    @property
+    def compiled(self):
+        """Programs compiled so far, but for those that only move rows."""
+        return sum(program._cache_size() for program in self._programs.values())
+
+    @property
+    def most_programs(self):
+        """Programs there can be: one per size of a chunk, that of a block's rows, and that of a draft's logits."""
+        return len({rounded(n, self._sizes, self.model.chunk) for n in range(1, self.model.chunk + 1)}) + 2
+
+    def new(self, start=0):
+        """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
+        return Draft(start, [0], [])
+
+    def extend(self, draft, token, taps):
+        """The target consumed ``token`` at position ``draft.length``; taps: name → :class:`ds4jax.speculative.Tap`."""
+        draft.noted.append([taps[name] for name in self.taps])
+        draft.tokens.append(int(token))
+        if len(draft.noted) >= self.model.chunk:
+            self.flush(draft)
+
+    def flush(self, draft):
+        """Commit what was noted."""
+        if not draft.noted:
+            return
+        count = len(draft.noted)
+        size = rounded(count, self._sizes, self.model.chunk)
+        outputs = [_rows_of(taps, size) for taps in zip(*draft.noted, strict=True)]
+        program = self._program("commit", _run_commit, donated=1)
+        self._arrays = program(self._weights, self._arrays, outputs, np.full(1, count, np.int32), *self._place(draft))
+        draft.lengths[0] += count
+        draft.noted = []
+
+    def propose(self, draft, token, count, choose):
+        """As :meth:`ds4ref.drafting.Chain.propose`."""
+        self.flush(draft)
+        if count < 1 or not self._like.ready(self.config, SimpleNamespace(length=draft.lengths[0]), draft.start):
+            return []
+        count, anchor, drafts = min(count, self.longest), int(token), []
+        rows = self.rows(draft, anchor, count)
+        for n in range(count):
+            previous = np.array(drafts[-1:] or [anchor], np.int32)
+            program = self._program("logits", _run_logits)
+            chosen = choose(np.asarray(program(self._weights, rows, np.int32(n), previous)))
+            if chosen is None:
+                break
+            drafts.append(chosen)
+        return drafts
+
+    def rows(self, draft, anchor, count):
+        """Rows [1, longest, …] on the device, of which the first ``count`` draft the tokens after ``anchor``."""
+        program = self._program("rows", _run_rows)
+        known = np.array([anchor], np.int32), np.array([count], np.int32)
+        return program(self._weights, self._arrays, *known, *self._place(draft))
+
+    def _place(self, draft):
+        """Where a draft stands, as arguments of the programs: rows [1], position of the first [1], slot [1]."""
+        slot, _ = self._slots.of(draft)
+        return np.array(draft.lengths, np.int32), np.array([draft.start], np.int32), np.array([slot], np.int32)
+
+    def _program(self, name, run, donated=()):
+        if name not in self._programs:
+            run = partial(run, self.module, self.config, self._layout, self.model.profile)
+            self._programs[name] = jax.jit(run, donate_argnums=donated, compiler_options=compile_options())
+        return self._programs[name]
+
+
 def _run_chunk(module, c, layouts, profile, bucket, weights, arrays, rows, hidden, tokens, count, skips, lengths, origin, slot):
     """Every block over the pairs of a chunk. rows: trunk rows [1, T, …], each before its token [1, T]; hidden: of blocks 1 …
     the row that waits for the first token; skips [D]: leading tokens for which a block has no row yet.
@@ -259,6 +345,34 @@ def _run_further(d, module, c, layouts, profile, bucket, weights, arrays, rows, 
         state = Sequences(layouts[d], arrays, chunk)
         out = module.draft_block(c, d, top, w, state, jnp.concatenate(rows, axis=1), tokens)
         return out, module.draft_logits(c, d, top, w, out[:, -1:])[0, 0], state.arrays
+
+
+def _run_commit(module, c, layout, profile, weights, arrays, outputs, count, lengths, origin, slot):
+    """Commit the first ``count`` of the outputs [1, T, …] of the target layers. → state"""
+    with primitives.using(profile):
+        size = outputs[0].shape[1]
+        state = Sequences(layout, arrays, Chunk(lengths, count, size, size, slot, origin))
+        module.commit(c, weights["top"], weights["layers"], state, outputs)
+        return state.arrays
+
+
+def _run_rows(module, c, layout, profile, weights, arrays, anchor, count, lengths, origin, slot):
+    """The rows [1, N, …] of a block behind what is committed, of which ``count`` [1] are asked for."""
+    with primitives.using(profile):
+        state = Sequences(layout, arrays, Chunk(lengths, jnp.zeros_like(count), 1, 1, slot, origin))
+        return module.draft_rows(c, weights["top"], weights["layers"], state, anchor, count)
+
+
+def _run_logits(module, c, layout, profile, weights, rows, n, previous):
+    """Draft logits [V] of row n of a block [1, N, …] after the token ``previous`` [1]."""
+    with primitives.using(profile):
+        row = lax.dynamic_index_in_dim(rows, n, axis=1, keepdims=False)
+        return module.draft_logits(c, weights["top"], weights["layers"], row, previous)[0]
+
+
+def _chunk_sizes(model):
+    """Sizes of chunks that programs are made for."""
+    return tuple(sorted({*TRIAL_SIZES, *model._sizes, model.chunk}))
 
 
 def _allocated(layout, model):
@@ -329,12 +443,12 @@ def attach(model, path=None):
     like = reference.attach(target, path)
     artifact = model.artifact if path is None else Artifact.open(path)
     module = families.drafter(like.module)
-    if module is None or not isinstance(like, reference.Chain):
+    if module is None:
         raise ArtifactError(f"{artifact.path.name}: ds4jax does not implement the drafter of {model.artifact.architecture}")
     ends, blocks = _tensors(module, like, artifact)
     ends, *blocks = ({name: _packed(model, tensor) for name, tensor in held.items()} for held in (ends, *blocks))
     model.watch(int(name.removeprefix("h_")) for name in like.taps)
-    return Chain(model, like, module, ends, blocks)
+    return (Block if isinstance(like, reference.Block) else Chain)(model, like, module, ends, blocks)
 
 
 def _tensors(module, like, artifact):
