@@ -144,13 +144,17 @@ class Block:
         return self.module.draft_length(self.config)
 
     @property
+    def layouts(self):
+        return (self.module.draft_layout(self.config),)
+
+    @property
     def taps(self):
         """Names of the trunk's traced arrays that ``extend`` reads."""
         return self.module.taps(self.config)
 
     def new(self, start=0):
         """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
-        return Draft([State(self.module.draft_layout(self.config), self.dtype)], [], start)
+        return Draft([State(layout, self.dtype) for layout in self.layouts], [], start)
 
     def extend(self, draft, token, taps):
         """The target consumed ``token`` at position ``draft.length``; taps: traced name → array."""
@@ -173,7 +177,6 @@ class Block:
             drafts.append(chosen)
         return drafts
 
-
     def _rows(self, draft, token, count):
         """Rows that draft the ``count`` tokens after ``token``."""
         (state,) = draft.blocks
@@ -190,14 +193,14 @@ def follow(drafter, draft, state):
     return draft if follows(draft, state) else drafter.new(state.length)
 
 
-def attach(model, path=None):
-    """The drafter of ``model``: of the sidecar at ``path``, else of the predictor blocks in its own file.
+def attach(model, sidecar=None):
+    """The drafter of ``model``: of ``sidecar`` (an artifact, or the path of one), else of the predictor blocks in its own file.
 
     ArtifactError, in one sentence, where there is none, where it is not used, or where it belongs to another model.
     """
-    if path is None:
+    if sidecar is None:
         return _embedded(model)
-    artifact = Artifact.open(path)
+    artifact = sidecar if isinstance(sidecar, Artifact) else Artifact.open(sidecar)
     modules = SIDECARS.get(model.artifact.architecture, ())
     if not modules:
         raise ArtifactError(f"{artifact.path.name}: {model.artifact.architecture} takes no draft sidecar")

@@ -8,12 +8,14 @@ from math import prod
 
 from ds4ref import snapshots
 from ds4ref.chat import CallBegin, Prompt
+from ds4ref.speculative import Stepwise
 
 from . import banks, capabilities, host, identity, kvpolicy, pricing
+from .drafts import Drafts
 from .evidence import RESIDENT_BANKS
 from .keeper import Keeper
 from .kvstore import Form, Store
-from .lanes import SWITCHES, Environment
+from .lanes import CONTINUOUS, LANES, SERIAL, STATIC, SWITCHES, Environment
 from .scheduler import Schedule
 from .toolmemory import ToolMemory
 
@@ -42,7 +44,21 @@ def schedule(plan):
     return Schedule(plan.effective["sched_chunk"], plan.effective["sched_chunk_live"])
 
 
-def memory(plan, model, count):
+def drafts(request, plan, row, loaded):
+    """The :class:`Drafts` of a plan, or None where nobody drafts. loaded: ``drafter.Loaded`` or None."""
+    effective = plan.effective
+    if effective["mtp_mode"] == "off":
+        return None
+    lanes = set({"serial": [SERIAL], "bank": [CONTINUOUS, STATIC], "both": LANES}[row.spec_lane])
+    if loaded.role == "drafter" and not request.dspark_trials:
+        lanes &= {SERIAL}
+    return Drafts(
+        loaded.drafter, Stepwise, effective["mtp_draft"], request.mtp_margin, effective["mtp_mode"] == "on", frozenset(lanes),
+        row.sampled_speculation is not False,
+    )  # fmt: skip
+
+
+def memory(plan, model, count, loaded=None):
     """The :class:`banks.Memory` of ``count`` sequences that grow, or None where the backend allocates them at the start."""
     effective = plan.effective
     if effective["backend"] != "reference":
@@ -50,7 +66,10 @@ def memory(plan, model, count):
 
     @cache
     def price(tokens):
-        return pricing.price(model.layout, tokens, vocabulary=model.vocabulary, grown=True).per_bank if tokens else 0
+        if not tokens:
+            return 0
+        price = pricing.price(model.layout, tokens, vocabulary=model.vocabulary, grown=True, drafts=effective["mtp_draft"])
+        return price.per_bank + (pricing.drafter(loaded.drafter.layouts, tokens) if effective["mtp_draft"] else 0)
 
     def free():
         return host.memory(effective["backend"]).available
@@ -58,15 +77,16 @@ def memory(plan, model, count):
     return banks.Memory(price, free, count * price(effective["ctx"]), effective["mem_floor_gb"] << 30)
 
 
-def engine_options(request, plan, row, model, count):
-    """What :class:`engine.Engine` takes beside the model, its banks and the disk. count: banks."""
+def engine_options(request, plan, row, model, count, loaded=None):
+    """What :class:`engine.Engine` takes beside the model, its banks and the disk. count: banks; loaded: ``drafter.Loaded``."""
     return {
         "max_queue": request.max_queue,
         "max_bytes": request.max_queue_bytes,
         "max_age": request.max_queue_age,
         "env": environment(request, plan, row),
         "schedule": schedule(plan),
-        "memory": memory(plan, model, count),
+        "memory": memory(plan, model, count, loaded),
+        "drafts": drafts(request, plan, row, loaded),
         "grouped": plan.effective["decode_execution"] == "grouped",
         "coalesce_ms": request.coalesce_wait_ms,
     }
@@ -144,10 +164,13 @@ def text_of(tokenizer):
 
 
 class Watch:
-    """Whether what a process computes with stays the same while its model is opened: made before, asked after."""
+    """Whether what a process computes with (``evidence.Found``) stays the same while its model is opened: made before, asked
+    after."""
 
-    def __init__(self, artifact):
-        self._files = {"model": artifact.shards}
+    def __init__(self, found):
+        drafter = found.drafter
+        sidecar = {} if drafter is None or drafter.artifact is None else {drafter.role: drafter.artifact.shards}
+        self._files = {"model": found.artifact.shards} | sidecar
         self._before = identity.take(self._files, {})
 
     def digest(self, settings):

@@ -27,12 +27,6 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
 
-UNAVAILABLE = {
-    "mtp_margin": "--mtp-margin",
-}
-"""Flags whose machinery this version does not have and for which the plan has no code: field of the request → flag."""
-
-
 class StartError(RuntimeError):
     """The process cannot serve: one sentence. Exit code 1."""
 
@@ -41,9 +35,6 @@ def main(argv=None):
     """Entry point. Returns the exit code."""
     try:
         request = options.read(sys.argv[1:] if argv is None else argv, os.environ)
-        for name, flag in UNAVAILABLE.items():
-            if name in request.given:
-                raise UsageError(f"{flag} is not available in this version; drop it")
         _prepare(request)
     except UsageError as error:
         return _fail(error, 2)
@@ -182,7 +173,7 @@ def _open(request, found, plan, path, toy, trace):
     durations = Durations()
     observers = [durations.add, *([] if trace is None else [trace.add])]
     try:
-        watch = assembly.Watch(found.artifact) if plan.effective["disk"] else None
+        watch = assembly.Watch(found) if plan.effective["disk"] else None
     except IdentityError as error:
         raise UsageError(str(error)) from None
     artifact = worker.shared(request, found.artifact) or found.artifact
@@ -195,10 +186,11 @@ def _open(request, found, plan, path, toy, trace):
         model, layout, dtype = _on_device(artifact, request, plan, count)
         count = model.banks
     layout = shown_layout(request, layout)
+    loaded = found.drafter.load(request, model) if plan.effective["mtp_weights"] else None
     conversation = Conversation(artifact)
     policy = Policy(plan.effective["prefix_reuse"], request.partial_min, pin=request.pin_min)
     reuser = Reuser(model.new_state, request.ctx, count, policy)
-    facts = evidence.after_open(found, model, reuser, layout, plan.effective["max_seqs"])
+    facts = evidence.after_open(found, model, reuser, layout, plan.effective["max_seqs"], loaded)
     plan = resolve(request, found.row, facts)
     digest = None
     if watch is not None:
@@ -213,7 +205,7 @@ def _open(request, found, plan, path, toy, trace):
         model.chunk = min(model.chunk, plan.effective["sched_chunk"] or model.chunk)
     engine = Engine(
         model, reuser, keeper=keeper, ended=lambda job: [tell(job) for tell in observers],
-        **assembly.engine_options(request, plan, found.row, model, count),
+        **assembly.engine_options(request, plan, found.row, model, count, loaded),
     )  # fmt: skip
     service = Service(
         engine=engine,

@@ -14,8 +14,9 @@ from ds4ref.weights import CACHE_BYTES, check
 
 from . import backend as backends
 from . import capabilities, chunks, host, kvstore, pricing
+from . import drafter as drafters
 from .owner.fingerprint import Logical, fingerprint
-from .plan import Facts
+from .plan import Facts, resolve
 from .quote import Budgets
 
 RESIDENT_BANKS = 2  # sequences kept for reuse where there is no bank lane: a conversation and whatever is asked beside it
@@ -25,7 +26,7 @@ DEVICE_CHUNK = 256  # rows of a forward pass on JAX where neither flag nor varia
 @dataclass
 class Found:
     """What is known before open. row and artifact are None where no GGUF of a known family was identified; failure then says
-    why, one sentence. config: the family's; backend: ``backend.Backend`` or None."""
+    why, one sentence. config: the family's; backend, drafter: None where there is none."""
 
     facts: Facts
     row: capabilities.Row | None = None
@@ -33,6 +34,7 @@ class Found:
     config: object = None
     backend: backends.Backend | None = None
     failure: str | None = None
+    drafter: drafters.Drafter | None = None
 
 
 def before_open(request, path, toy=False):
@@ -55,20 +57,42 @@ def before_open(request, path, toy=False):
     told["artifact_qualified"] = not toy and _fingerprint(artifact) in capabilities.artifacts(key, backend.name)
     if toy:
         because["artifact_qualified"] = "no -m was given: serving the embedded random toy, whose answers are noise"
-    for fact, problem in (*_sidecars(request, artifact), *_disk(request)):
+    drafter, named = drafters.look(request, row, artifact, None if problem else config)
+    for fact, problem in (*named.items(), *_encoder(request, artifact), *_disk(request)):
         told[fact], because[fact] = problem is None, problem
+    told["draft_longest"] = None if drafter is None else drafter.longest
     if request.eos_policy != "model":
         told["has_eos"] = _has_eos(artifact)
     if config is not None:
         told["capacity"] = getattr(config, "context_cap", config.context)
         told["native_chunk"] = _native(request, row, backend)
-        if request.ctx > 0:
-            told["budgets"] = _budgets(request, row, artifact, config, backend, told["native_chunk"] or 1)
     facts = Facts(
         **told, platform=backend.platform, ipc_pending=request.manifest is not None,
         because={fact: why for fact, why in because.items() if why is not None},
     )  # fmt: skip
-    return Found(facts, row, artifact, config, backend)
+    if config is not None and request.ctx > 0:
+        drafts = Drafts.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
+        budgets = _budgets(request, row, artifact, config, backend, facts.native_chunk or 1, drafts)
+        facts = replace(facts, budgets=budgets)
+    return Found(facts, row, artifact, config, backend, drafter=drafter)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafting takes. tensors: of a drafter's own file, where it is loaded; layouts: of the blocks in use; length: of the
+    drafts, None where nobody drafts."""
+
+    tensors: tuple = ()
+    layouts: tuple = ()
+    length: int | None = None
+
+    @classmethod
+    def of(cls, drafter, plan):
+        effective = plan.effective
+        if drafter is None or not effective["mtp_weights"]:
+            return cls()
+        tensors = () if drafter.artifact is None else tuple(drafter.artifact.tensors.values())
+        return cls(tensors, drafter.layouts if effective["mtp_draft"] else (), effective["mtp_draft"])
 
 
 def _unidentified(failure):
@@ -87,20 +111,15 @@ def _config(artifact, request):
     return config, f"{artifact.path.name}: {problems[0]}" if problems else None
 
 
-def _sidecars(request, artifact):
-    """(fact, why it does not attach) of every sidecar that is named. This version runs none, so a good file attaches no more
-    than a bad one."""
-    for fact, path, what in (
-        ("mtp_path_ok", request.mtp, "draft sidecars"),
-        ("vision_path_ok", request.vision, "image encoders"),
-        ("dspark_ok", request.dspark, "drafters"),
-    ):
-        if path is not None:
-            try:
-                Artifact.open(path).close()
-                yield fact, f"{path}: {what} of {artifact.architecture} are not run by this version"
-            except ArtifactError as error:
-                yield fact, str(error)
+def _encoder(request, artifact):
+    """("vision_path_ok", why it does not attach) where an image encoder is named. This version runs none, so a good file
+    attaches no more than a bad one."""
+    if request.vision is not None:
+        try:
+            Artifact.open(request.vision).close()
+            yield "vision_path_ok", f"{request.vision}: image encoders of {artifact.architecture} are not run by this version"
+        except ArtifactError as error:
+            yield "vision_path_ok", str(error)
 
 
 def _disk(request):
@@ -134,13 +153,16 @@ def _native(request, row, backend):
     return max(1, min(chunks.requested_native(request, row) or row.native_prefill.default or DEVICE_CHUNK, max(1, request.ctx)))
 
 
-def _budgets(request, row, artifact, config, backend, native):
+def _budgets(request, row, artifact, config, backend, native, drafts):
     """The :class:`Budgets` of serving this artifact. The states that are resident for reuse count as the serial session's."""
     layout = families.of(artifact).layout(config)
     if backend.name == "reference":
         tensors = list(artifact.tensors.values())
-        shared, scratch = pricing.weights(tensors), pricing.dequantized(tensors, CACHE_BYTES)
-        price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, grown=True)
+        shared = pricing.weights([*tensors, *drafts.tensors])
+        scratch = pricing.dequantized(tensors, CACHE_BYTES) + pricing.dequantized(drafts.tensors, CACHE_BYTES)
+        idle = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, grown=True)
+        price = pricing.price(layout, request.ctx, vocabulary=config.vocabulary, grown=True, drafts=drafts.length)
+        predictor = pricing.drafter(drafts.layouts, request.ctx)
     else:
         from ds4jax.platforms import defaults
         from ds4jax.weights import roomy
@@ -148,16 +170,19 @@ def _budgets(request, row, artifact, config, backend, native):
         tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
         shared, scratch = pricing.packed(tensors, roomy(packing, tensors)), 0
         itemsize = 2 if dtype == "bfloat16" and not request.quality else 4
-        price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
+        idle = price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
+        predictor = 0
     partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
     memory = host.memory(backend.name)
     several = row.banks == "persistent" or (request.named_width or 1) >= RESIDENT_BANKS
-    session = 0 if several and row.banks != "serial" else (RESIDENT_BANKS - 1) * price.per_bank
+    spare = 0 if several and row.banks != "serial" else RESIDENT_BANKS - 1
     return Budgets(
         available=memory.available,
         shared_weights=shared,
         per_bank=price.per_bank,
-        scratch=scratch + pricing.activations(tensors, native) + session,
+        mtp_state=spare * predictor,
+        mtp_per_bank=predictor,
+        scratch=scratch + pricing.activations(tensors, native) + spare * idle.per_bank,
         checkpoint_pool=price.pool(SLOTS) if partial else 0,
         domain=memory.domain,
         host_available=memory.host_available,
@@ -171,17 +196,21 @@ def _on_device(artifact, config):
     return list(device.tensors(artifact, config).values())
 
 
-def after_open(found, model, reuser, layout, serving=None):
+def after_open(found, model, reuser, layout, serving=None, loaded=None):
     """The facts of ``found`` with what the opened engine tells: its memory, its chunk, its checkpoints. serving: banks that
-    were to serve at once (default: all), of which a device may hold fewer. On a device the largest program is compiled."""
+    were to serve at once (default: all), of which a device may hold fewer. On a device the largest program is compiled for it.
+    loaded: ``drafter.Loaded``, None where there is no drafter."""
     device = found.backend.name != "reference"
     fitted = 1 if found.row.banks == "serial" else min(serving or len(reuser.banks), len(reuser.banks))
     facts, budgets = found.facts, found.facts.budgets
     if budgets is not None:
         memory = host.memory(found.backend.name)
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
-        if not device and model.artifact is not found.artifact:  # its tensors are in an owner's memory, which is taken already
-            budgets = replace(budgets, shared_weights=0)
+        if not device:  # what is in an owner's memory is taken already
+            held = [] if model.artifact is found.artifact else [found.artifact]
+            held += [found.drafter.artifact] if loaded is not None and loaded.imported else []
+            taken = sum(pricing.weights(artifact.tensors.values()) for artifact in held)
+            budgets = replace(budgets, shared_weights=budgets.shared_weights - taken)
         if device:  # the layout may have been chosen by the memory there was
             weights = pricing.packed(_on_device(found.artifact, found.config), model.weights_layout)
             budgets = replace(budgets, shared_weights=weights)
@@ -195,7 +224,7 @@ def after_open(found, model, reuser, layout, serving=None):
         mapped_weights=budgets.shared_weights if device and budgets is not None else 0,
         banks_fitted=fitted if device else None,
         partial_reuse=reuser.pool.slots > 0 or not needs_checkpoints(model.layout),
-        mtp_loaded=False,
+        mtp_loaded=loaded is not None,
         capacity=min(found.facts.capacity, model.context_cap),
         native_chunk=model.chunk if device else None,
         layout=layout,

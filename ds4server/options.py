@@ -128,8 +128,6 @@ class Request:
     manifest_drafter: bool = True
     reserves: FitReserves = FitReserves()
     ignored: tuple[str, ...] = ()
-    given: frozenset = frozenset()
-    """Flags of the command line, by their first long name."""
     environment: Mapping = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -155,7 +153,6 @@ def read(argv, environ):
         raise UsageError(f"--quality and {fast[0]} in XLA_FLAGS, which allows approximations, exclude each other; drop one")
     said = _environment(environ)
     fields = said.fields | {name: value for name, value in flags.items() if name not in _DERIVED}
-    fields["given"] = frozenset(flags)
     width = flags.get("width")
     if (banks := flags.get("batched")) is not None:
         if width not in (None, banks):

@@ -37,6 +37,7 @@ class Facts:
     session; here both compute on the same states, so that a fit allows fewer banks (banks_fitted) and never refuses the lane.
     banks_fitted … decode_execution are known after open; mapped_weights: bytes of weights that have left the available memory
     by then. because: fact → why it is as it is, for the messages.
+    draft_longest: most drafts of one trial of the drafter that was found.
     """
 
     platform: str = "reference"
@@ -54,6 +55,7 @@ class Facts:
     cont_lane: bool | None = None
     partial_reuse: bool | None = None
     mtp_loaded: bool | None = None
+    draft_longest: int | None = None
     vision_loaded: bool | None = None
     native_chunk: int | None = None
     mapped_weights: int | None = None
@@ -115,7 +117,7 @@ def resolve(request, row, facts):
     driver = rules.driver(request, row, facts, backend, width)
     reuse = rules.reuse(request, row, facts, driver, issues)
     spec = rules.speculation(request, row, facts, backend, driver, issues)
-    spec = rules.draft(request, row, spec, issues)
+    spec = rules.draft(request, row, facts, spec, issues)
     disk = rules.disk(request, row, facts, issues)
     rules.host(request, row, backend, issues)
     chunk = chunks.resolve(request, row, facts.native_chunk)

@@ -33,15 +33,21 @@ def price(layout, context, *, vocabulary, native=0, itemsize=4, drafts=None, gro
     keeps it.
 
     vocabulary: numbers of the logits row that a sequence keeps; native: rows of one forward pass, which a ring holds beyond
-    its window; itemsize: bytes of a number; drafts: draft length where drafting is on, which takes drafts + 1 copies of what
-    cannot be cut; grown: arrays double as they grow, as the reference's do.
+    its window; itemsize: bytes of a number; drafts: draft length where drafting is on, which takes drafts + 1 checkpoints of
+    the trial (``ds4ref.speculative.Stepwise``); grown: arrays double as they grow, as the reference's do.
     """
     held = _doubled if grown else lambda rows: rows
     uncut = sum(_uncut(kind, context, native) for kind in layout.values()) * itemsize
     cut = sum(_cut(kind, context, held) for kind in layout.values()) * itemsize
     logits = vocabulary * itemsize
-    rollback = 0 if drafts is None else (drafts + 1) * uncut
+    rollback = 0 if drafts is None else (drafts + 1) * (uncut + logits + 8 * context)
     return Price(cut + uncut + logits + rollback, _checkpoint(layout, context, vocabulary))
+
+
+def drafter(layouts, context, itemsize=4):
+    """Bytes that a drafter of the reference keeps of one sequence at full context: the rows of its blocks, which grow as a
+    state's do. layouts: of each block. The one hidden row of each that waits for its next token is left out."""
+    return sum(price(layout, context, vocabulary=0, itemsize=itemsize, grown=True).per_bank for layout in layouts)
 
 
 def price_on_device(layout, context, *, vocabulary, itemsize=4):

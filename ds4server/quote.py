@@ -16,8 +16,8 @@ class Budgets:
     """What a process of one artifact and context takes, and the ceiling.
 
     available: the ceiling, None where no probe worked. per_bank: one sequence at full context. media_per_extra_bank: what the
-    media reserve grows by for every bank after the first. domain: "host", "device" or "unified". host_staging and
-    host_available: the host's part where the ceiling is a device's own memory.
+    media reserve grows by for every bank after the first; mtp_per_bank: what mtp_state grows by for every bank. domain: "host",
+    "device" or "unified". host_staging and host_available: the host's part where the ceiling is a device's own memory.
     """
 
     available: int | None = None
@@ -32,6 +32,7 @@ class Budgets:
     domain: str = "host"
     host_staging: int = 0
     host_available: int | None = None
+    mtp_per_bank: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ def add(*amounts):
 def quoted(budgets, banks, floor, host_floor=0):
     """The :class:`Quote` of so many banks above a floor. host_floor: the host's, where the ceiling is a device's."""
     media = add(budgets.media_reserve, budgets.media_per_extra_bank * (banks - 1))
-    total = add(budgets.shared_weights, budgets.per_bank * banks, budgets.mtp_state, budgets.scratch, budgets.checkpoint_pool,
-                budgets.ple, media, floor)  # fmt: skip
+    mtp = add(budgets.mtp_state, budgets.mtp_per_bank * banks)
+    total = add(budgets.shared_weights, budgets.per_bank * banks, mtp, budgets.scratch, budgets.checkpoint_pool, budgets.ple,
+                media, floor)  # fmt: skip
     parts = {
         "shared_weights": budgets.shared_weights, "expert_cache": 0, "expert_staging": 0, "expert_metadata": 0,
-        "per_bank": budgets.per_bank, "mtp_state": budgets.mtp_state, "scratch": budgets.scratch,
+        "per_bank": budgets.per_bank, "mtp_state": mtp, "scratch": budgets.scratch,
         "checkpoint_pool": budgets.checkpoint_pool, "ple": budgets.ple, "media_reserve": media, "floor": floor,
         "available": budgets.available, "banks": banks, "total": total, "domain": budgets.domain,
     }  # fmt: skip
@@ -101,7 +103,8 @@ def credited(budgets, mapped_weights, fitted_banks=None):
         return budgets
     taken = mapped_weights
     if fitted_banks is not None:
-        taken = add(taken, budgets.per_bank * fitted_banks, budgets.mtp_state, budgets.scratch, budgets.ple)
+        banks = (budgets.per_bank + budgets.mtp_per_bank) * fitted_banks
+        taken = add(taken, banks, budgets.mtp_state, budgets.scratch, budgets.ple)
     return replace(budgets, available=add(budgets.available, taken))
 
 

@@ -207,8 +207,9 @@ def speculation(request, row, facts, backend, driver, issues):
     if kind in ("none", "bound_only") or row.mtp_support == NONE:
         return refuse("mtp_unsupported", f"--mtp-mode on: there is no predictor for {row.reported}; off or auto is accepted")
     if kind == "embedded" and facts.mtp_loaded is False:
-        return refuse("mtp_unsupported", "--mtp-mode on: this artifact holds no predictor; off or auto is accepted")
-    loaded = path or facts.mtp_loaded is True
+        why = facts.why("mtp_loaded", "this artifact holds no predictor")
+        return refuse("mtp_unsupported", f"--mtp-mode on: {why}; off or auto is accepted")
+    loaded = path or facts.mtp_loaded is True or (kind == "deepseek" and facts.dspark_ok is True)
     if on and kind in SIDECARS and not loaded:
         return refuse("mtp_sidecar", f"--mtp-mode on: {row.reported} drafts with a sidecar; name it with --mtp")
     good = row.mtp_support == QUALIFIED
@@ -222,11 +223,11 @@ def speculation(request, row, facts, backend, driver, issues):
     return Speculation(mode, weights)
 
 
-def draft(request, row, spec, issues):
-    """``spec`` with its draft length, or off where that is out of bounds."""
+def draft(request, row, facts, spec, issues):
+    """``spec`` with its draft length, or off where that is out of bounds: the family's, and those of the drafter there is."""
     if spec.mode == "off":
         return spec
-    least, most = row.spec_draft_min, row.spec_draft_max
+    least, most = row.spec_draft_min, min((n for n in (row.spec_draft_max, facts.draft_longest) if n is not None), default=None)
     length = least if request.mtp_draft is None else request.mtp_draft
     accepted = f"{least} to {most}" if most is not None else f"at least {least}"
     if most is not None and length > most:

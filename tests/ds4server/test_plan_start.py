@@ -68,8 +68,8 @@ def test_a_model_that_cannot_load(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        (["--mtp", "none.gguf"], "mtp_contract"),
-        (["--mtp-mode", "on"], "mtp_unsupported"),
+        (["--mtp", "none.gguf"], "mtp_sidecar"),
+        (["--mtp-mode", "on"], "mtp_sidecar"),
         (["--vision", "none.gguf"], "vision_artifact"),
         (["--ctx", "65537"], "ctx_unavailable"),
         (["--tensor-parallel", "2"], "family_host"),
@@ -83,13 +83,6 @@ def test_what_this_product_does_not_do_is_refused(model, capsys, flags, code):
     out, err = capsys.readouterr()
     assert code in [issue["code"] for issue in json.loads(out)["issues"]]
     assert err.splitlines()[-1].startswith("ds4server: ")
-
-
-@pytest.mark.parametrize("flag", sorted(cli.UNAVAILABLE.values()))
-def test_flags_without_machinery_are_refused_by_name(model, capsys, flag):
-    value = {"--trace": ["t"], "--tool-memory-max-ids": ["5"], "--model-catalog": ["c"], "--mtp-margin": ["2"]}.get(flag, [])
-    assert main(["-m", model, flag, *value]) == 2
-    assert capsys.readouterr().err == f"ds4server: {flag} is not available in this version; drop it\n"
 
 
 def test_a_device_that_does_not_hold_the_model(model, capsys, monkeypatch):

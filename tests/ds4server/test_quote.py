@@ -11,10 +11,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds4ref import families, quants, tiny
+from ds4ref import drafting, families, quants, tiny
 from ds4ref.gguf import Artifact, Tensor
+from ds4ref.model import Model
 from ds4ref.quants import BLOCK, TensorType
 from ds4ref.reuse import SLOTS
+from ds4ref.speculative import Speculator, Stepwise
 from ds4ref.state import Compressed, Recurrent, Ring, Rows, State
 from ds4server import host, pricing, quote
 from ds4server.options import FitReserves
@@ -100,7 +102,7 @@ def test_a_price_by_hand():
     assert pricing.price(KINDS, 10, vocabulary=11, itemsize=2).per_bank * 2 == pricing.price(KINDS, 10, vocabulary=11).per_bank
     uncut = 4 * (7 * 4 + 10 + 8 * 2)
     drafting = pricing.price(KINDS, 10, vocabulary=11, drafts=3)
-    assert drafting.per_bank - pricing.price(KINDS, 10, vocabulary=11).per_bank == 4 * uncut
+    assert drafting.per_bank - pricing.price(KINDS, 10, vocabulary=11).per_bank == 4 * (uncut + 44 + 80)
     assert drafting.checkpoint == uncut + 44 + 80 and drafting.pool(32) == 32 * drafting.checkpoint
     assert pricing.price({"rows": Rows((3,))}, 10, vocabulary=11).checkpoint == 0
 
@@ -136,6 +138,37 @@ def _arrays(component):
             yield value
         elif hasattr(value, "_data"):
             yield value._data
+
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@pytest.mark.parametrize(
+    ("model", "sidecar"),
+    [("qwen35/model-mtp.gguf", None), ("step35/model.gguf", "step35/mtp.gguf"), ("mimo2/model.gguf", "mimo2/dflash.gguf"),
+     ("deepseek4/model.gguf", "deepseek4/mtp.gguf")],
+)  # fmt: skip
+def test_drafting_is_priced_as_it_is_allocated(model, sidecar):
+    """The checkpoints of a trial at the end of a full context, and what the drafter keeps of the sequence."""
+    context, drafts = 64, 3
+    opened = Model.open(GOLDEN / model, context=context)
+    drafter = drafting.attach(opened, sidecar and GOLDEN / sidecar)
+    target = Stepwise(opened, opened.new_state())
+    speculator, tokens = Speculator(target, drafter, 1), [token % 50 for token in range(context)]
+    speculator.prefill(tokens[: -drafts - 1])
+    _, taps = target.verify(tokens[-drafts - 1 :], drafter.taps)
+    plain, priced = (
+        pricing.price(opened.layout, context, vocabulary=opened.vocabulary, grown=True, drafts=n) for n in (None, drafts)
+    )
+    rollback = priced.per_bank - plain.per_bank
+    held = sum(mark.nbytes for mark in target._marks)
+    shorter = 8 * sum(range(drafts + 1))  # tokens that the earlier ones do not hold yet
+    assert len(target._marks) == drafts + 1 and 0 <= rollback - held - shorter <= rollback / 50
+    target.keep(drafts + 1)
+    for token, seen in zip(tokens[-drafts - 1 :], taps, strict=True):
+        drafter.extend(speculator.draft, token, seen)
+    kept = sum(a.nbytes for block in speculator.draft.blocks for name in block.layout for a in _arrays(block[name]))
+    assert kept == pricing.drafter(drafter.layouts, context)
 
 
 def test_weights_and_activations_of_an_artifact(tmp_path):
