@@ -1,7 +1,7 @@
 """Grammars for constrained sampling, compiled by llguidance (an optional package).
 
     grammar = for_calls(conversation, tools, choice, parallel)      None where nothing is constrained
-    grammar = for_format(conversation, response_format)             None for plain text
+    grammar = for_format(conversation, schema)                      visible text that is JSON
     generation = conversation.generation(…, grammar=grammar)
 
 A ``Grammar`` may be shared by the choices of a request; each generation begins it anew. What cannot be enforced is a
@@ -14,6 +14,7 @@ llguidance's: a bit per token of the vocabulary, end tokens where the grammar ma
 import re
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -153,21 +154,32 @@ def warm(conversation):
 
 _PRETTY = {"whitespace_pattern": r"([ \t]{1,2}|\r?\n[ \t]{0,12})"}
 """White space between the parts of a JSON text: enough for indented forms, too little for an answer of nothing else."""
-FORMATS = ("text", "json_object", "json_schema")
 
 
-def for_calls(conversation, tools, choice="auto", parallel=True, options=None):
-    """The grammar of an answer under a tool choice; None where nothing is constrained.
+@dataclass(frozen=True)
+class Choice:
+    """Which tools may or must be called. mode: "auto", "none" or "required"; names: only these, None for all; single: whether
+    it is one call that is asked for, of the tool that is named."""
 
-    tools: those of the prompt, as Chat Completions has them. choice: that surface's ``tool_choice`` ("auto", "none",
-    "required", a named function, ``allowed_tools``). With "required", a name or a required subset the answer is calls and
-    nothing else; with "auto" and a ``strict`` tool or a subset it is free, but whatever begins like a call is a call of an
-    allowed tool, with arguments valid for its schema if it is strict. parallel: whether several calls may come. options: the
-    ``chat.Options`` of the rendering. GrammarError for a choice that is none, and for what cannot be enforced.
+    mode: str = "auto"
+    names: tuple[str, ...] | None = None
+    single: bool = False
+
+    def among(self, tools):
+        """Those of the tools (as Chat Completions has them, or None) that may be called."""
+        return [tool for tool in tools or () if self.names is None or tool["function"]["name"] in self.names]
+
+
+def for_calls(conversation, tools, choice, parallel=True, options=None):
+    """The grammar of an answer under a :class:`Choice`; None where nothing is constrained.
+
+    tools: those of the prompt, as Chat Completions has them. With "required" the answer is calls of allowed tools and nothing
+    else; with "auto" and a ``strict`` tool or a subset it is free, but whatever begins like a call is a call of an allowed
+    tool, with arguments valid for its schema if it is strict. parallel: whether several calls may come. options: the
+    ``chat.Options`` of the rendering. GrammarError for what cannot be enforced.
     """
-    tools = list(tools or ())
-    mode, names = _chosen(choice, tools)
-    allowed = [tool for tool in tools if tool["function"]["name"] in names]
+    tools, mode = list(tools or ()), choice.mode
+    allowed = choice.among(tools)
     strict = any(_strict(tool["function"]) for tool in allowed)
     if mode == "none" or (mode == "auto" and not strict and len(allowed) == len(tools)):
         return None
@@ -198,17 +210,13 @@ def _blame(compiled, tools, text):
     return None
 
 
-def for_format(conversation, response_format, raw=False, options=None, tools=None, parallel=True):
-    """The grammar of visible text in a ``response_format`` as Chat Completions spells it: ``{"type": "json_object"}``,
-    ``{"type": "json_schema", "json_schema": {"schema": …}}`` (or the schema beside ``type``, as Responses and Messages have
-    it); None for text. raw: for an answer without a chat protocol. With tools (those of the prompt, none of them required) an
-    answer may be calls instead, of which those of ``strict`` tools are held to their schemas. GrammarError names what is wrong.
+def for_format(conversation, schema, raw=False, options=None, tools=None, parallel=True):
+    """The grammar of visible text that is valid for a JSON schema (a dict). raw: for an answer without a chat protocol. With
+    tools (those of the prompt, none of them required) an answer may be calls instead, of which those of ``strict`` tools are
+    held to their schemas. GrammarError for what cannot be enforced.
     """
-    schema = schema_of(response_format)
-    if schema is None:
-        return None
     compiled = compiler(conversation)
-    body = lark.json_rule({**schema, "x-guidance": _PRETTY})
+    body = lark.json_rule({**_document(schema), "x-guidance": _PRETTY})
     if raw:
         return Grammar(compiled, lark.Writer({}).text(body))
     calls = conversation.chat.calls(options or Options())
@@ -228,21 +236,8 @@ def _strict(function):
     return function.get("strict") is True
 
 
-def schema_of(response_format):
-    """The JSON schema that a ``response_format`` asks for, None for text. GrammarError for anything else."""
-    if response_format is None:
-        return None
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind not in FORMATS:
-        raise GrammarError(f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r}")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    holder = response_format.get("json_schema")
-    schema = (holder if isinstance(holder, dict) else response_format).get("schema")
-    if not isinstance(schema, dict):
-        raise GrammarError("the schema of a json_schema response_format must be an object")
+def _document(schema):
+    """A schema that stands alone. GrammarError where it is none or cannot be enforced."""
     try:
         constraints.check(schema)
         return constraints.document(schema, schema)
@@ -255,34 +250,6 @@ def _compiled(compiled, calls, text, demanding=True):
         return Grammar(compiled, text(False), text(True) if calls.turn or calls.own_lines else None, demanding)
     except ChatError as error:
         raise GrammarError(f"the tools cannot be enforced: {error}") from None
-
-
-def _chosen(choice, tools):
-    """(none, auto or required; the names of the tools that may be called)."""
-    names = [tool["function"]["name"] for tool in tools]
-    if choice is None or choice in ("auto", "none", "required"):
-        mode, chosen = choice or "auto", names
-    elif isinstance(choice, dict) and choice.get("type") == "function":
-        mode, chosen = "required", [_name(choice)]
-    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        subset = choice.get("allowed_tools") if isinstance(choice.get("allowed_tools"), dict) else choice
-        mode, listed = subset.get("mode", "auto"), subset.get("tools")
-        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise GrammarError("tool_choice of type allowed_tools must have a mode (auto or required) and a list of tools")
-        chosen = list(map(_name, listed))
-    else:
-        raise GrammarError(f"tool_choice must be none, auto, required, a function or allowed_tools, got {str(choice)[:60]}")
-    missing = [name for name in chosen if name not in names]
-    if missing:
-        raise GrammarError(f"tool_choice names {missing[0]!r}, which is none of the tools")
-    if mode == "required" and not names:
-        raise GrammarError("tool_choice requires a call, and there are no tools")
-    return mode, set(chosen)
-
-
-def _name(value):
-    function = value.get("function") if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
-    return function.get("name") if isinstance(function, dict) else None
 
 
 def _markers(conversation):

@@ -14,22 +14,12 @@ from ds4ref.sampling import SamplingParams
 from ds4ref.stop import eos_policy
 
 from .. import grammar
-from ..grammar import Grammar
+from ..grammar import Choice, Grammar
 from ..jobs import Job, Mailbox
 from ..lanes import Needs
 from .errors import ApiError, bad_request, unknown_model
 
 RETRIED = "the first answer held a tool call that could not be read; it was asked for again"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which tools may or must be called. mode: "auto", "none" or "required"; names: only these, None for all; single: whether
-    it is one call that is asked for, of the tool that is named."""
-
-    mode: str = "auto"
-    names: tuple[str, ...] | None = None
-    single: bool = False
 
 
 @dataclass
@@ -74,8 +64,7 @@ class Ask:
     @property
     def callable_tools(self):
         """The tools that may be called."""
-        names = self.choice.names
-        return [tool for tool in self.rendered_tools or () if names is None or tool["function"]["name"] in names]
+        return self.choice.among(self.rendered_tools)
 
     @property
     def several(self):
@@ -200,19 +189,14 @@ def _raw(service, ask, request_id, mailbox):
 def grammar_of(service, ask, options=None):
     """What the answer must follow: the :class:`Grammar`, or None where it is free. ApiError 400 for what cannot be enforced.
     options: of the rendering, None for raw text."""
-    conversation, choice = service.conversation, ask.choice
-    name = ask.form_field
+    conversation, name = service.conversation, ask.form_field
     try:
         if ask.form is not None:
-            form = {"type": "json_schema", "schema": ask.schema}
-            return grammar.for_format(conversation, form, options is None, options, ask.callable_tools, ask.several)
+            return grammar.for_format(conversation, ask.schema, options is None, options, ask.callable_tools, ask.several)
         if options is None:
             return None
         name = "tools"
-        wanted = choice.mode
-        if choice.names is not None:
-            wanted = {"type": "allowed_tools", "mode": wanted, "tools": [{"name": tool} for tool in choice.names]}
-        return grammar.for_calls(conversation, ask.tools, wanted, ask.several, options)
+        return grammar.for_calls(conversation, ask.tools, ask.choice, ask.several, options)
     except grammar.GrammarError as error:
         raise bad_request(str(error), name) from None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import regex
 
-from .ask import Choice
+from ..grammar import Choice
 from .chat_messages import TOOL_NAME, kind, string
 from .errors import bad_request
 from .toolchoice import openai_choice

@@ -1,6 +1,6 @@
 """``tool_choice`` as each surface spells it, and whether what it names is defined."""
 
-from .ask import Choice
+from ..grammar import Choice
 from .chat_messages import kind
 from .errors import bad_request
 

@@ -21,10 +21,11 @@ from ds4ref.pretokenizers import RULES
 from ds4ref.stop import Finish
 from ds4ref.tokenizer import CONTROL, NORMAL, Tokenizer
 from ds4server import grammar
-from ds4server.grammar import GrammarError, for_calls, for_format
+from ds4server.grammar import Choice, GrammarError, for_calls, for_format
 
 from .guided import GREEDY, Noise, begin, conversation, noise, random_tool, tape, tool
 
+REQUIRED = Choice("required")
 PROTOCOLS = {chat.PROTOCOLS[family]: family for family in sorted(FAMILIES)}
 BY_FAMILY = pytest.mark.parametrize("family", PROTOCOLS.values(), ids=PROTOCOLS.keys())
 SYNTAXES = ("deepseek4", "dots", "glm", "inkling", "k2", "mimo", "motif", "qwen", "solar")
@@ -56,7 +57,7 @@ def check(answer, schemas=SCHEMAS):
 def test_a_required_call_comes_whatever_the_model_says(family):
     talk, finished = conversation(family), 0
     for parallel in (True, False):
-        required = for_calls(talk, TOOLS, "required", parallel)
+        required = for_calls(talk, TOOLS, REQUIRED, parallel)
         for seed in range(4):
             _, generation = begin(talk, TOOLS, grammar=required, thinking_budget=9, stream=seed % 2 == 0, single=not parallel,
                                   thinking=seed % 3 > 0)
@@ -76,7 +77,7 @@ def test_arguments_are_valid_for_any_schema(family, seeds):
     talk, finished = conversation(family), 0
     for seed in seeds:
         tools = [random_tool(seed)]
-        _, generation = begin(talk, tools, grammar=for_calls(talk, tools, "required"), thinking_budget=3, single=True)
+        _, generation = begin(talk, tools, grammar=for_calls(talk, tools, REQUIRED), thinking_budget=3, single=True)
         answer = noise(talk, generation, seed)
         if generation.finish != Finish.LENGTH:
             assert check(answer, {"f": tools[0]["function"]["parameters"]}) == 1, generation.broken_call
@@ -88,7 +89,7 @@ def test_arguments_are_valid_for_any_schema(family, seeds):
 def test_what_is_required_comes_even_where_the_schema_does_not_describe_it(family):
     talk = conversation(family)
     tools = [tool("f", {"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]})]
-    _, generation = begin(talk, tools, grammar=for_calls(talk, tools, "required", False), thinking_budget=0)
+    _, generation = begin(talk, tools, grammar=for_calls(talk, tools, REQUIRED, False), thinking_budget=0)
     answer = noise(talk, generation, 2)
     assert generation.finish == Finish.LENGTH or "b" in json.loads(answer.calls[0].arguments)
 
@@ -96,7 +97,7 @@ def test_what_is_required_comes_even_where_the_schema_does_not_describe_it(famil
 @BY_FAMILY
 def test_a_named_tool_is_the_one(family):
     talk = conversation(family)
-    named = for_calls(talk, TOOLS, {"type": "function", "function": {"name": "none"}}, parallel=False)
+    named = for_calls(talk, TOOLS, Choice("required", ("none",)), parallel=False)
     _, generation = begin(talk, TOOLS, grammar=named, thinking_budget=0)
     answer = noise(talk, generation, 1)
     assert [call.name for call in answer.calls] == ["none"] and generation.finish == Finish.TOOL_CALLS
@@ -115,7 +116,7 @@ def calls_of(batch):
 def test_calls_as_the_template_renders_them_are_admitted(family, batch):
     """A model that follows its training is never pushed off it."""
     talk = conversation(family)
-    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking=False, thinking_budget=0)
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, REQUIRED), thinking=False, thinking_budget=0)
     answer = tape(talk, generation, rendered_call(talk, batch))
     assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == batch
     assert generation.finish == Finish.TOOL_CALLS
@@ -140,7 +141,7 @@ def rendered_call(talk, batch):
 def test_markers_that_a_vocabulary_lacks_are_spelled(family, monkeypatch):
     monkeypatch.setattr(grammar, "_markers", lambda conversation: {})
     talk = conversation(family)
-    guide = for_calls(talk, TOOLS, "required", parallel=False).begin()
+    guide = for_calls(talk, TOOLS, REQUIRED, parallel=False).begin()
     text = talk.tokenizer.decode(rendered_call(talk, [("tide", ARGUMENTS)]), skip_control=False)
     for token in talk.tokenizer.encode(text.rstrip("\n"), parse_special=False):
         assert not guide.banned()[token]
@@ -160,9 +161,8 @@ STRICT = [
 @BY_FAMILY
 def test_an_answer_with_strict_tools_is_free_but_its_calls_are_not(family):
     talk = conversation(family)
-    strict = for_calls(talk, STRICT, "auto")
-    only = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "tide"}]}}
-    only = for_calls(talk, STRICT, only)
+    strict = for_calls(talk, STRICT, Choice())
+    only = for_calls(talk, STRICT, Choice(names=("tide",)))
     form = talk.chat.calls(Options())
     said = form.text[0] + "Well." + form.text[1] + form.turn if form.turn else "Well.\n\n"
     begun = talk.tokenizer.encode(said + ("" if form.turn else form.opening))
@@ -189,17 +189,16 @@ def test_tools_that_are_not_strict_stay_free_beside_those_that_are(family):
     talk = conversation(family)
     wild = {"ünï": "{\n  not: json", "q": '[1, "', "deep": {"a": [1, {"b": None}]}}
     tools = [STRICT[0], tool("none", STRICT[1]["function"]["parameters"])]
-    _, generation = begin(talk, tools, grammar=for_calls(talk, tools, "auto"), thinking=False, thinking_budget=0)
+    _, generation = begin(talk, tools, grammar=for_calls(talk, tools, Choice()), thinking=False, thinking_budget=0)
     answer = tape(talk, generation, rendered_call(talk, [("none", wild)]))
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("none", wild)]
 
 
 def test_what_is_free_has_no_grammar():
     talk = conversation("qwen35")
-    assert for_calls(talk, TOOLS, "auto") is for_calls(talk, TOOLS, "none") is for_calls(talk, [], "auto") is None
-    assert for_calls(talk, STRICT, "none") is for_format(talk, {"type": "text"}) is for_format(talk, None) is None
-    everything = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": t["function"]["name"]} for t in TOOLS]}
-    assert for_calls(talk, TOOLS, everything) is None
+    assert for_calls(talk, TOOLS, Choice()) is for_calls(talk, TOOLS, Choice("none")) is for_calls(talk, [], Choice()) is None
+    assert for_calls(talk, STRICT, Choice("none")) is None
+    assert for_calls(talk, TOOLS, Choice(names=tuple(t["function"]["name"] for t in TOOLS))) is None
 
 
 # ---------------------------------------------------------------- formats
@@ -208,14 +207,14 @@ SCHEMA = {
     "type": "object", "required": ["a", "b"], "additionalProperties": False,
     "properties": {"a": {"type": "string", "maxLength": 5}, "b": {"type": "array", "items": {"type": "number"}}},
 }  # fmt: skip
-JSON_OBJECT, JSON_SCHEMA = {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+JSON_OBJECT = {"type": "object"}
 
 
 @BY_FAMILY
-@pytest.mark.parametrize("form", [JSON_OBJECT, JSON_SCHEMA])
-def test_visible_text_follows_the_format_and_reasoning_is_free(family, form):
+@pytest.mark.parametrize("schema", [JSON_OBJECT, SCHEMA])
+def test_visible_text_follows_the_format_and_reasoning_is_free(family, schema):
     talk = conversation(family)
-    constrained = for_format(talk, form)
+    constrained = for_format(talk, schema)
     for seed in range(4):
         _, generation = begin(talk, grammar=constrained, thinking=seed % 2 == 0, thinking_budget=8)
         answer = noise(talk, generation, seed)
@@ -223,8 +222,7 @@ def test_visible_text_follows_the_format_and_reasoning_is_free(family, form):
             value = json.loads(answer.text)
             assert answer.text[0] == "{"
             assert generation.finish == Finish.STOP and isinstance(value, dict)
-            if form["type"] == "json_schema":
-                jsonschema.validate(value, SCHEMA)
+            jsonschema.validate(value, schema)
 
 
 def test_raw_text_follows_the_format_too():
@@ -264,14 +262,14 @@ def test_a_complete_grammar_ends_the_answer_even_where_end_tokens_are_ignored():
     _, generation = begin(talk, grammar=for_format(talk, JSON_OBJECT), thinking=False, eos="global")
     noise(talk, generation, 1)
     assert generation.finish == Finish.STOP
-    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required", False), thinking=False, eos="global")
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, REQUIRED, False), thinking=False, eos="global")
     assert noise(talk, generation, 1).calls and generation.finish == Finish.TOOL_CALLS
 
 
 def test_a_budget_that_ends_inside_a_forced_call_is_reported_as_length():
     talk, tokens = conversation("qwen35"), rendered_call(conversation("qwen35"), [("none", {}), ("tide", ARGUMENTS)])
     for stream in (True, False):
-        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking=False, budget=len(tokens) - 9,
+        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, REQUIRED), thinking=False, budget=len(tokens) - 9,
                               stream=stream)
         answer = tape(talk, generation, tokens)
         assert generation.finish == Finish.LENGTH and generation.broken_call is None
@@ -283,7 +281,7 @@ def test_a_budget_that_ends_inside_a_forced_call_is_reported_as_length():
 def test_looking_ahead_is_being_there(family, budget):
     """What the guidance excludes behind drafts is what it excludes once they are the answer; the answer does not notice."""
     talk = conversation(family)
-    required = for_calls(talk, TOOLS, "required")
+    required = for_calls(talk, TOOLS, REQUIRED)
 
     def new():
         return begin(talk, TOOLS, grammar=required, thinking=True, thinking_budget=budget, budget=120)[1]
@@ -324,7 +322,7 @@ def test_a_sampled_block_is_rendered_again_byte_for_byte(family):
     """Calls that no template would write in just this way come back as they were sampled."""
     talk = conversation(family)
     for seed in range(3):
-        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), thinking_budget=2, stream=True)
+        _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, REQUIRED), thinking_budget=2, stream=True)
         answer = noise(talk, generation, seed)
         if generation.finish == Finish.LENGTH:
             continue
@@ -354,7 +352,7 @@ def test_the_next_prompt_goes_on_where_the_sampled_call_ended(family):
     other = ('["a","b"]', '["a", "b"]') if '["a","b"]' in answer else ('["a", "b"]', '["a","b"]')
     tokens = talk.tokenizer.encode(answer.replace(*other))
     tokens = tokens[: next((i for i, token in enumerate(tokens) if token in talk.end_ids), len(tokens))]
-    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, "required"), stream=True)
+    _, generation = begin(talk, TOOLS, grammar=for_calls(talk, TOOLS, REQUIRED), stream=True)
     found = tape(talk, generation, tokens)
     ((text, _, _),) = generation.blocks
     message = {"role": "assistant", "content": found.text, "reasoning_content": found.reasoning,
@@ -378,24 +376,6 @@ def test_without_the_package_the_client_is_told_what_to_install(monkeypatch):
         for_format(conversation("qwen35"), JSON_OBJECT)
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("any", "tool_choice must be none, auto, required, a function or allowed_tools, got any"),
-        ({"type": "function", "function": {"name": "wave"}}, "tool_choice names 'wave', which is none of the tools"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "must have a mode"),
-    ],
-)
-def test_choices_that_are_none(choice, message):
-    with pytest.raises(GrammarError, match=message):
-        for_calls(conversation("qwen35"), TOOLS, choice)
-
-
-def test_a_required_call_without_tools_is_refused():
-    with pytest.raises(GrammarError, match="there are no tools"):
-        for_calls(conversation("qwen35"), [], "required")
-
-
 @pytest.mark.parametrize("family", ["qwen35", "motif3", "deepseek4"])
 @pytest.mark.parametrize(
     "schema",
@@ -410,7 +390,7 @@ def test_a_required_call_without_tools_is_refused():
 )
 def test_schemas_that_cannot_be_enforced_are_refused_in_one_sentence(family, schema):
     with pytest.raises(GrammarError) as found:
-        for_calls(conversation(family), [tool("f", schema)], "required")
+        for_calls(conversation(family), [tool("f", schema)], REQUIRED)
     assert "\n" not in str(found.value) and len(str(found.value)) < 500
 
 
@@ -421,8 +401,8 @@ def test_no_schema_is_worse_than_refused():
         parameters = {"type": "object", "properties": {"a": junk(r)}} if r.random() < 0.5 else junk(r) or {}
         for family in ("qwen35", "motif3", "deepseek4"):
             for make in (
-                lambda talk, schema: for_calls(talk, [tool("f", schema)], "required"),
-                lambda talk, schema: for_format(talk, {"type": "json_schema", "schema": schema}),
+                lambda talk, schema: for_calls(talk, [tool("f", schema)], REQUIRED),
+                for_format,
             ):
                 try:
                     outcomes.add(type(make(conversation(family), parameters)))
@@ -444,17 +424,10 @@ def junk(r, depth=0):
     return {r.choice(keys): junk(r, depth + 1) for _ in range(r.randint(0, 4))}
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "yaml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"if": {}}}},
-        {"type": "json_schema", "schema": {"type": "thing"}}, {"type": "json_schema", "schema": {"pattern": "("}},
-        "json_object",
-    ],
-)  # fmt: skip
-def test_formats_that_are_none(form):
-    with pytest.raises(GrammarError):
-        for_format(conversation("qwen35"), form)
+@pytest.mark.parametrize("schema", [{"if": {}}, {"type": "thing"}, {"pattern": "("}])
+def test_formats_that_cannot_be_enforced(schema):
+    with pytest.raises(GrammarError, match="the schema cannot be enforced: "):
+        for_format(conversation("qwen35"), schema)
 
 
 # ---------------------------------------------------------------- speed
@@ -472,7 +445,7 @@ def mean_milliseconds(guide, tokens):
 def test_masks_are_fast():
     talk = conversation("qwen35")
     tokens = rendered_call(talk, [("tide", ARGUMENTS), ("none", {})])
-    assert mean_milliseconds(for_calls(talk, TOOLS, "required").begin(), tokens) < 2
+    assert mean_milliseconds(for_calls(talk, TOOLS, REQUIRED).begin(), tokens) < 2
 
 
 @pytest.mark.slow
@@ -505,7 +478,7 @@ def deepseek(markers):
 ])  # fmt: skip
 def test_json_may_be_indented_but_not_only_white_space(text, admitted):
     found = conversation("deepseek4")
-    guide = for_format(found, {"type": "json_object"}, raw=True).begin()
+    guide = for_format(found, JSON_OBJECT, raw=True).begin()
     for token in found.tokenizer.encode(text):
         if guide.banned()[token]:
             assert not admitted
