@@ -76,7 +76,7 @@ def main():
     linear = jax.jit(weights.linear, compiler_options=options)
     dense = jax.jit(weights._dense_product, compiler_options=options)
     plain = [jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for _ in range(args.matrices)]
-    print(f"{args.shape}, {args.matrices} matrices in turn, {jax.default_backend()}, layout {weights.layout_name(args.layout)}")
+    print(f"{args.shape}, {args.matrices} matrices in turn, {jax.default_backend()}, layout {args.layout}")
     print(f"{'type':8} {'bytes':>6} {'pack MB/s':>9}" + "".join(f" | T={T:<4} min/median ms     ×f32" for T in rows))
     for name in args.types.split(","):
         type = TensorType[name]

@@ -141,16 +141,6 @@ def nbytes(weights):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights) if hasattr(leaf, "nbytes"))
 
 
-def layout_name(layout="cpu"):
-    """A layout in a few words."""
-    return {
-        "cpu": "lanes, packed (XLA)",
-        "wide": "lanes, packed, IQ2_XXS as bytes (XLA)",
-        "lean": "lanes, packed as in the file (XLA)",
-        "gpu": "rows, packed (Pallas kernels on CUDA, else XLA)",
-    }[layout]
-
-
 def default_layout(platform):
     """The layout for a platform as ``jax.default_backend()`` names it: "gpu" (or "cuda", "rocm"), else that of CPUs."""
     return "gpu" if platform in ("gpu", "cuda", "rocm") else "cpu"

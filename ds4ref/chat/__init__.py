@@ -35,7 +35,7 @@ Knows nothing about tokens beyond the text of the special ones, and nothing abou
 """
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -57,8 +57,8 @@ from ds4ref.chat.events import (
 
 __all__ = [
     "Block", "Call", "CallArguments", "CallBegin", "CallEnd", "Chat", "ChatError", "Event", "Message", "NO_SPECIALS",
-    "Options", "Prompt", "Reasoning", "Specials", "Text", "call_arguments", "collect", "flatten", "for_artifact",
-    "joined", "reasoning_tags", "replayed", "split_reasoning", "with_systems_first",
+    "Options", "Prompt", "Reasoning", "Specials", "Text", "call_arguments", "collect", "flatten", "for_artifact", "is_system",
+    "joined", "one_system", "reasoning_tags", "replayed", "split_reasoning", "with_systems_first",
 ]
 
 _log = logging.getLogger(__name__)
@@ -218,15 +218,20 @@ def _named(value: Any) -> bool:
 
 
 def with_systems_first(protocol: ModuleType, messages: Sequence[Mapping]) -> list[Mapping]:
-    """The messages, and where a protocol takes system messages only at the beginning, all of them made one there: their
-    texts in order, separated by a blank line."""
-    def system(message: Mapping) -> bool:
-        return message.get("role") in ("system", "developer")
-
-    if not getattr(protocol, "SYSTEM_FIRST", False) or not any(map(system, messages[1:])):
+    """The messages, and where a protocol takes system messages only at the beginning, all of them made one there."""
+    if not getattr(protocol, "SYSTEM_FIRST", False) or not any(map(is_system, messages[1:])):
         return list(messages)
-    texts = (flatten(message.get("content")) for message in messages if system(message))
-    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *(m for m in messages if not system(m))]
+    return [one_system(filter(is_system, messages)), *(m for m in messages if not is_system(m))]
+
+
+def is_system(message: Mapping) -> bool:
+    return message.get("role") in ("system", "developer")
+
+
+def one_system(messages: Iterable[Mapping]) -> dict[str, Any]:
+    """One system message in place of several: their texts in order, without blank edges, separated by a blank line."""
+    texts = (flatten(message.get("content"), "").strip() for message in messages)
+    return {"role": "system", "content": "\n\n".join(filter(None, texts))}
 
 
 def reasoning_tags(protocol: ModuleType) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -31,9 +31,10 @@ Source: the families' pages, which describe the two published templates. Knows n
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
-from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, chatml, flatten, jsontext, turns
+from ds4ref.chat import NO_SPECIALS, Block, Options, Prompt, Specials, chatml, is_system, jsontext, one_system, turns
 from ds4ref.chat.chatml import END, END_RESPONSE, END_THINK, REASONING, RESPONSE, START, THINK
 from ds4ref.chat.errors import ChatError
 from ds4ref.chat.framed import Answer
@@ -110,7 +111,9 @@ def render(messages: Sequence[Mapping], tools: Sequence[Mapping] | None, options
     thinking, effort, fallback = _effort(options, release)
     extra = options.template_kwargs
     guard = turns.guard_for(_LITERALS, specials, messages, tools, options, blocks, template)
-    messages = _join_systems(messages)
+    leading = list(takewhile(is_system, messages))
+    if len(leading) > 1:
+        messages = [one_system(leading), *messages[len(leading):]]
     query = _check(messages)
     prepared = chatml.prepare(messages, guard, blocks, SYNTAX, place=_numbering(bool(extra.get("add_vision_id"))),
                               inline_reasoning=release == "3.5")
@@ -144,23 +147,12 @@ def _effort(options: Options, release: str) -> tuple[bool, str | None, str | Non
 SYSTEM_FIRST = True
 
 
-def _join_systems(messages: Sequence[Mapping]) -> list[Mapping]:
-    """The messages with the system and developer messages at their beginning made one."""
-    count = 0
-    while count < len(messages) and messages[count].get("role") in ("system", "developer"):
-        count += 1
-    if count < 2:
-        return list(messages)
-    texts = (flatten(m.get("content"), "").strip() for m in messages[:count])
-    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *messages[count:]]
-
-
 def _check(messages: Sequence[Mapping]) -> int:
     """The index of the last query. ChatError for what the templates refuse."""
     if not messages:
         raise ChatError("messages is empty; at least one user message is expected", "messages")
     for i, message in enumerate(messages):
-        if i and message.get("role") in ("system", "developer"):
+        if i and is_system(message):
             raise ChatError(f"messages[{i}] is a system message; this model takes them only at the beginning",
                             f"messages[{i}].role")
     query = chatml.last_query(messages)

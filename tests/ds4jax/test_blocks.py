@@ -200,4 +200,3 @@ def test_everything_lowers_for_cuda_without_kernels(type):
 
 def test_the_layout_of_a_platform():
     assert [weights.default_layout(p) for p in ("gpu", "cuda", "cpu", "METAL")] == ["gpu", "gpu", "cpu", "cpu"]
-    assert all(weights.layout_name(layout) for layout in weights.LAYOUTS)
