@@ -36,6 +36,42 @@ def test_programs_lower_for_cuda(programs, architecture, step):
     assert donated, "no state array is donated"
 
 
+DRAFTERS = {
+    ("deepseek4", "model.gguf", "dspark.gguf"): ("commit", "rows", "logits"),
+    ("deepseek4", "model.gguf", "mtp.gguf"): ("chunk", "further 0"),
+    ("dots3note", "model.gguf", None): ("chunk", "further 0"),
+    ("exaone-moe", "model.gguf", None): ("chunk", "further 0"),
+    ("glm-dsa", "model.gguf", None): ("chunk", "further 0"),
+    ("glm5-next", "model.gguf", None): ("chunk", "further 0"),
+    ("inkling", "model.gguf", "mtp.gguf"): ("chunk", "further 1", "further 2"),
+    ("mimo2", "model.gguf", None): ("chunk", "further 1", "further 2"),
+    ("mimo2", "model.gguf", "dflash.gguf"): ("commit", "rows", "logits"),
+    ("naive_n05_flash", "model.gguf", "draft.gguf"): ("commit", "rows", "logits"),
+    ("qwen35", "model-mtp.gguf", None): ("chunk", "further 0"),
+    ("qwen4exp", "model.gguf", None): ("chunk", "further 0"),
+    ("step35", "model.gguf", "mtp.gguf"): ("chunk", "further 1", "further 2"),
+}
+QUICK = ("qwen35", "naive_n05_flash")
+
+
+def draft_steps():
+    for drafter, steps in DRAFTERS.items():
+        for step in ("trial", "keep", *steps):
+            architecture, _, sidecar = drafter
+            marks = () if architecture in QUICK and step != "keep" else pytest.mark.slow
+            yield pytest.param(drafter, step, id=f"{architecture}-{sidecar or 'embedded'}-{step}", marks=marks)
+
+
+@pytest.mark.parametrize(("drafter", "step"), list(draft_steps()))
+def test_drafts_and_trials_lower_for_cuda(draft_programs, drafter, step):
+    programs = draft_programs(*drafter, layout=CUDA.layout, dtype=CUDA.dtype)
+    assert [*programs] == ["trial", "keep", *DRAFTERS[drafter]]
+    lowered = exported(programs[step])
+    assert lowered.platforms == ("cuda",)
+    donated = lowered.mlir_module().count("tf.aliasing_output") + lowered.mlir_module().count("jax.buffer_donor")
+    assert donated or step in ("rows", "logits"), "no state array is donated"
+
+
 def test_what_cannot_lower_is_found():
     """The check can fail: JAX has the Schur decomposition on CPUs only."""
     with pytest.raises(NotImplementedError, match="cuda"):
