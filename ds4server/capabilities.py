@@ -66,6 +66,7 @@ class Row:
     single_bank_driver: bool = False
     qualified_native_chunk: int | None = None
     native_rows: tuple[int, int] | None = None
+    native_halves: bool = False
     measured: tuple[Mapping, ...] = ()
     think_max_ctx: int | None = None
     note: str = ""

@@ -65,7 +65,7 @@ def before_open(request, path, toy=False):
         told["has_eos"] = _has_eos(artifact)
     if config is not None:
         told["capacity"] = getattr(config, "context_cap", config.context)
-        told["native_chunk"] = _native(request, row, backend)
+        told["native_chunk"] = told["native_wanted"] = _native(request, row, backend)
     facts = Facts(
         **told, platform=backend.platform, ipc_pending=request.manifest is not None,
         because={fact: why for fact, why in because.items() if why is not None},
@@ -186,6 +186,7 @@ def _budgets(request, row, artifact, config, backend, native, drafts):
         checkpoint_pool=price.pool(SLOTS) if partial else 0,
         domain=memory.domain,
         host_available=memory.host_available,
+        scratch_per_row=0 if backend.name == "reference" else pricing.activations(tensors, 1),
     )
 
 
@@ -214,6 +215,7 @@ def after_open(found, model, reuser, layout, serving=None, loaded=None):
         if device:  # the layout may have been chosen by the memory there was
             weights = pricing.packed(_on_device(found.artifact, found.config), model.weights_layout)
             budgets = replace(budgets, shared_weights=weights)
+            budgets = replace(budgets.with_rows(facts.native_chunk, model.chunk), scratch_per_row=0)
         if device and (scratch := model.scratch()) is not None:
             idle = budgets.per_bank * (len(reuser.banks) - fitted)
             budgets = replace(budgets, scratch=scratch + idle)

@@ -36,7 +36,8 @@ class Facts:
     platform: the backend that "auto" finds. cont_lane: false where an engine has no memory for a bank lane beside its serial
     session; here both compute on the same states, so that a fit allows fewer banks (banks_fitted) and never refuses the lane.
     banks_fitted … decode_execution are known after open; mapped_weights: bytes of weights that have left the available memory
-    by then. because: fact → why it is as it is, for the messages.
+    by then. native_wanted: rows of the native chunk if the memory did not matter. because: fact → why it is as it
+    is, for the messages.
     draft_longest: most drafts of one trial of the drafter that was found.
     """
 
@@ -58,6 +59,7 @@ class Facts:
     draft_longest: int | None = None
     vision_loaded: bool | None = None
     native_chunk: int | None = None
+    native_wanted: int | None = None
     mapped_weights: int | None = None
     layout: str | None = None
     decode_execution: str | None = None
@@ -113,6 +115,7 @@ def resolve(request, row, facts):
     row = rules.artifact(row, facts, issues)
     rules.streaming(request, issues)
     width = rules.width(request, row, facts, backend, issues)
+    facts = rules.native(request, row, facts, backend, width, issues)
     quote, width = rules.quote(request, row, facts, backend, width, issues)
     driver = rules.driver(request, row, facts, backend, width)
     reuse = rules.reuse(request, row, facts, driver, issues)

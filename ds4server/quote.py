@@ -16,8 +16,9 @@ class Budgets:
     """What a process of one artifact and context takes, and the ceiling.
 
     available: the ceiling, None where no probe worked. per_bank: one sequence at full context. media_per_extra_bank: what the
-    media reserve grows by for every bank after the first; mtp_per_bank: what mtp_state grows by for every bank. domain: "host",
-    "device" or "unified". host_staging and host_available: the host's part where the ceiling is a device's own memory.
+    media reserve grows by for every bank after the first; mtp_per_bank: what mtp_state grows by for every bank.
+    scratch_per_row: what scratch grows by for every row of the native chunk, 0 where that is settled. domain: "host", "device"
+    or "unified". host_staging and host_available: the host's part where the ceiling is a device's own memory.
     """
 
     available: int | None = None
@@ -33,6 +34,11 @@ class Budgets:
     host_staging: int = 0
     host_available: int | None = None
     mtp_per_bank: int = 0
+    scratch_per_row: int = 0
+
+    def with_rows(self, before, after):
+        """Those of a native chunk of ``after`` rows instead of ``before``."""
+        return replace(self, scratch=max(0, self.scratch - self.scratch_per_row * (before - after)))
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,50 @@ def _wanted(row, facts):
     return 2 if row.qualified_banks is None else row.qualified_banks
 
 
+def native(request, row, facts, backend, width, issues):
+    """The facts with the largest native chunk, halved from what it would be, that leaves memory for a named width; as they are
+    where none does or the family halves none."""
+    named = request.named_width
+    if not row.native_halves or named is None:
+        return facts
+    found = facts
+    while not _fits(request, row, found, backend, width):
+        rows = found.native_chunk
+        if rows is None or rows < 2 or not found.budgets.scratch_per_row:
+            found = facts
+            break
+        found = replace(found, native_chunk=rows // 2, budgets=found.budgets.with_rows(rows, rows // 2))
+    rows, wanted = found.native_chunk, facts.native_wanted
+    if rows is not None and wanted is not None and rows < wanted:
+        issues.warn("native_chunk", f"one forward pass takes {rows} rows instead of {wanted}, so that --max-seqs {named} fits")
+    return found
+
+
+def _fits(request, row, facts, backend, width):
+    """Whether the memory, as far as it is known, holds so many banks."""
+    found = _priced(request, row, facts, backend, width)
+    return found is None or (found.fits and found.banks == width)
+
+
 def quote(request, row, facts, backend, wanted, issues):
     """(the plan's quote or None, the banks it hosts)."""
+    found, named = _priced(request, row, facts, backend, wanted), request.named_width
+    if found is None:
+        return None, wanted
+    if not found.fits:
+        parts = ", ".join(f"{name} {_size(n)}" for name, n in found.largest())
+        room = f"{_size(found.total)} for one bank, {_size(found.parts['available'])} available"
+        issues.error("quote_overflow", f"the model does not fit: {room}; the largest parts are {parts}")
+    elif named is not None and found.banks < wanted:
+        issues.error("banks_not_quoted", f"--max-seqs {named} was asked for and the memory holds {found.banks}")
+    return found.parts, found.banks
+
+
+def _priced(request, row, facts, backend, wanted):
+    """The quote of the most banks up to ``wanted`` that fit, None where the memory or the weights' owner is not known."""
     budgets = facts.budgets
     if budgets is None or budgets.available is None or facts.ipc_pending:
-        return None, wanted
+        return None
     if facts.mapped_weights is not None:
         allocated = None if facts.cont_lane is False else facts.banks_fitted
         budgets = quotes.credited(budgets, facts.mapped_weights, allocated)
@@ -101,15 +140,7 @@ def quote(request, row, facts, backend, wanted, issues):
         reserve = quotes.headroom(request.reserves, request.floor_gb, cuda=backend == "cuda", batch_planned=planned)
         return min(quotes.LARGEST, max(request.floor_gb * quotes.GIB, reserve))
 
-    found = quotes.widest(budgets, wanted, floor, min(quotes.LARGEST, request.floor_gb * quotes.GIB))
-    named = request.named_width
-    if not found.fits:
-        parts = ", ".join(f"{name} {_size(n)}" for name, n in found.largest())
-        room = f"{_size(found.total)} for one bank, {_size(budgets.available)} available"
-        issues.error("quote_overflow", f"the model does not fit: {room}; the largest parts are {parts}")
-    elif named is not None and found.banks < wanted:
-        issues.error("banks_not_quoted", f"--max-seqs {named} was asked for and the memory holds {found.banks}")
-    return found.parts, found.banks
+    return quotes.widest(budgets, wanted, floor, min(quotes.LARGEST, request.floor_gb * quotes.GIB))
 
 
 def _size(n):

@@ -147,6 +147,8 @@ budgets = st.none() | st.builds(
     st.sampled_from(["host", "device", "unified"]),
     amounts,
     st.none() | amounts,
+    amounts,
+    st.integers(0, GB),
 )
 facts = st.builds(
     Facts,
@@ -166,6 +168,7 @@ facts = st.builds(
     capacity=st.sampled_from([None, 1, 8192]),
     banks_fitted=st.sampled_from([None, 1, 2, 5]),
     native_chunk=st.sampled_from([None, 1, 128, 200, 300, 1024, 4096]),
+    native_wanted=st.sampled_from([None, 1, 256, 1024]),
     budgets=budgets,
     mapped_weights=st.none() | amounts,
 )
@@ -325,3 +328,45 @@ def test_the_quote_hosts_the_most_banks_that_fit(argv, env, key, known):
 def test_facts_of_a_case_are_the_facts_of_a_plan():
     known = {f.name for f in fields(Facts)} | {"family", "caps", "memory_mib"}
     assert {name for case in CASES for name in case["facts"]} <= known
+
+
+MB = 1 << 20
+WEIGHTS = Budgets(1000 * MB, shared_weights=500 * MB, per_bank=100 * MB, scratch=260 * MB, scratch_per_row=MB)
+
+
+def with_banks(width, key="glm-5.3-flash", native=256, **known):
+    """A plan of so many banks on 1000 MB, of which weights take 500, a bank 100, 4 scratch, and a row of the native chunk 1."""
+    request = options.read(["-m", "m", "--mem-floor-gb", "0", "-c", "2048", *(["--max-seqs", width] if width else [])], {})
+    facts = Facts(platform="cpu", native_chunk=native, native_wanted=native, budgets=WEIGHTS, has_eos=True)
+    return resolve(request, capabilities.product(key, "cpu"), replace(facts, **known))
+
+
+def halved(plan):
+    return [issue.message for issue in plan.issues if issue.code == "native_chunk"]
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "error"),
+    [(None, 256, None), ("2", 256, None), ("3", 128, None), ("4", 64, None), ("5", 256, "banks_not_quoted")],
+)
+def test_the_native_chunk_is_halved_until_a_named_width_fits(width, rows, error):
+    """300 MB beside 2 banks hold 256 rows, 196 beside 3 hold 128, 96 beside 4 hold 64; 5 banks leave no memory for any row."""
+    plan = with_banks(width)
+    assert plan.effective["native_chunk"] == rows and plan.quote["scratch"] == (4 + rows) * MB
+    assert [issue.code for issue in plan.errors] == ([error] if error else [])
+    said = f"one forward pass takes {rows} rows instead of 256, so that --max-seqs {width} fits"
+    assert halved(plan) == ([said] if rows < 256 else [])
+    assert plan.effective["sched_chunk"] <= rows
+
+
+def test_who_halves_no_native_chunk():
+    for plan in (with_banks("3", "step-3.7-flash"), with_banks("3", budgets=replace(WEIGHTS, scratch_per_row=0))):
+        assert [issue.code for issue in plan.errors] == ["banks_not_quoted"] and plan.effective["native_chunk"] == 256
+    assert with_banks("4", native=None).effective["native_chunk"] is None
+
+
+def test_an_opened_engine_still_tells_that_its_chunk_was_halved():
+    opened = {"native_chunk": 64, "native_wanted": 256, "banks_fitted": 4, "mapped_weights": 0}
+    settled = replace(WEIGHTS, available=700 * MB, scratch=60 * MB, scratch_per_row=0)
+    plan = with_banks("4", budgets=settled, **opened)
+    assert not plan.errors and plan.effective["native_chunk"] == 64 and len(halved(plan)) == 1

@@ -177,6 +177,17 @@ def test_a_device_that_holds_fewer_banks_than_were_named(model, capsys, monkeypa
     assert capsys.readouterr().err.splitlines()[-1].endswith("cannot be loaded on cpu: RESOURCE_EXHAUSTED: out of memory")
 
 
+def test_a_smaller_native_chunk_is_priced_as_if_it_were_named(tmp_path):
+    pytest.importorskip("jax", reason="JAX is not installed")
+    tiny.write("glm5-next", tmp_path / "glm.gguf")
+    by_rows = {}
+    for rows in (64, 256):
+        argv = ["-m", "glm.gguf", "--backend", "cpu", "--ctx", "512", "--native-chunk", str(rows)]
+        by_rows[rows] = evidence.before_open(options.read(argv, {}), tmp_path / "glm.gguf").facts
+    assert all(facts.native_chunk == facts.native_wanted == rows for rows, facts in by_rows.items())
+    assert by_rows[256].budgets.with_rows(256, 64).scratch == by_rows[64].budgets.scratch < by_rows[256].budgets.scratch
+
+
 def test_a_drafter_or_encoder_is_never_ignored(model, capsys, tmp_path):
     shutil.copy(model, tmp_path / "good.gguf")
     cli.os.environ["DS4_DSPARK_MODEL"] = str(tmp_path / "good.gguf")
