@@ -441,7 +441,7 @@ def attach(model, path=None):
         artifact=model.artifact, family=model.family, config=model.config, weights=model._host, dtype=np.float32
     )
     like = reference.attach(target, path)
-    artifact = model.artifact if path is None else Artifact.open(path)
+    artifact = model.artifact if path is None else path if isinstance(path, Artifact) else Artifact.open(path)
     module = families.drafter(like.module)
     if module is None:
         raise ArtifactError(f"{artifact.path.name}: ds4jax does not implement the drafter of {model.artifact.architecture}")

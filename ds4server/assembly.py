@@ -8,7 +8,6 @@ from math import prod
 
 from ds4ref import snapshots
 from ds4ref.chat import CallBegin, Prompt
-from ds4ref.speculative import Stepwise
 
 from . import banks, capabilities, host, identity, kvpolicy, pricing
 from .drafts import Drafts
@@ -52,10 +51,9 @@ def drafts(request, plan, row, loaded):
     lanes = set({"serial": [SERIAL], "bank": [CONTINUOUS, STATIC], "both": LANES}[row.spec_lane])
     if loaded.role == "drafter" and not request.dspark_trials:
         lanes &= {SERIAL}
-    return Drafts(
-        loaded.drafter, Stepwise, effective["mtp_draft"], request.mtp_margin, effective["mtp_mode"] == "on", frozenset(lanes),
-        row.sampled_speculation is not False,
-    )  # fmt: skip
+    forced, sampled = effective["mtp_mode"] == "on", row.sampled_speculation is not False
+    length, margin = effective["mtp_draft"], request.mtp_margin
+    return Drafts(loaded.drafter, loaded.target, length, margin, forced, frozenset(lanes), sampled)
 
 
 def memory(plan, model, count, loaded=None):

@@ -10,6 +10,7 @@ from ds4ref import drafting, families
 from ds4ref.drafting import Block
 from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.model import Model
+from ds4ref.speculative import Stepwise
 from ds4ref.weights import Weights
 
 from .owner import worker
@@ -37,18 +38,24 @@ class Drafter:
         return self.found.longest
 
     def load(self, request, model):
-        """:class:`Loaded` for an opened model of the reference. OwnerError where its weights are to come from an owner and
-        cannot."""
+        """:class:`Loaded` for an opened model. ArtifactError where its backend does not have the drafter; OwnerError where
+        its weights are to come from an owner and cannot."""
         held = None if self.artifact is None else worker.shared(request, self.artifact, self.role)
-        return Loaded(self.role, drafting.attach(model, held or self.artifact), held is not None)
+        attach, target = drafting.attach, Stepwise
+        if not isinstance(model, Model):
+            from ds4jax.drafting import attach
+            from ds4jax.speculative import Target as target
+        return Loaded(self.role, attach(model, held or self.artifact), target, held is not None)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """drafter: attached to the model that serves; imported: whether the weights of its file are in an owner's memory."""
+    """drafter: attached to the model that serves; target: (model, state) → what it drafts for; imported: whether the weights of
+    its file are in an owner's memory."""
 
     role: str | None
     drafter: object
+    target: object = Stepwise
     imported: bool = False
 
 

@@ -23,10 +23,28 @@ RESIDENT_BANKS = 2  # sequences kept for reuse where there is no bank lane: a co
 DEVICE_CHUNK = 256  # rows of a forward pass on JAX where neither flag nor variable names them
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What drafting takes. tensors: of a drafter's own file, where it is loaded; layouts: of the blocks in use; length: of the
+    drafts, None where nobody drafts."""
+
+    tensors: tuple = ()
+    layouts: tuple = ()
+    length: int | None = None
+
+    @classmethod
+    def of(cls, drafter, plan):
+        effective = plan.effective
+        if drafter is None or not effective["mtp_weights"]:
+            return cls()
+        tensors = () if drafter.artifact is None else tuple(drafter.artifact.tensors.values())
+        return cls(tensors, drafter.layouts if effective["mtp_draft"] else (), effective["mtp_draft"])
+
+
 @dataclass
 class Found:
     """What is known before open. row and artifact are None where no GGUF of a known family was identified; failure then says
-    why, one sentence. config: the family's; backend, drafter: None where there is none."""
+    why, one sentence. config: the family's; backend, drafter: None where there is none; drafts: what drafting takes."""
 
     facts: Facts
     row: capabilities.Row | None = None
@@ -35,6 +53,7 @@ class Found:
     backend: backends.Backend | None = None
     failure: str | None = None
     drafter: drafters.Drafter | None = None
+    drafts: Drafts = Drafts()
 
 
 def before_open(request, path, toy=False):
@@ -60,7 +79,7 @@ def before_open(request, path, toy=False):
     drafter, named = drafters.look(request, row, artifact, None if problem else config)
     for fact, problem in (*named.items(), *_encoder(request, artifact), *_disk(request)):
         told[fact], because[fact] = problem is None, problem
-    told["draft_longest"] = None if drafter is None else drafter.longest
+    told["draft_longest"] = None if drafter is None else _longest(drafter, backend)
     if request.eos_policy != "model":
         told["has_eos"] = _has_eos(artifact)
     if config is not None:
@@ -70,29 +89,20 @@ def before_open(request, path, toy=False):
         **told, platform=backend.platform, ipc_pending=request.manifest is not None,
         because={fact: why for fact, why in because.items() if why is not None},
     )  # fmt: skip
+    drafts = Drafts.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
     if config is not None and request.ctx > 0:
-        drafts = Drafts.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
         budgets = _budgets(request, row, artifact, config, backend, facts.native_chunk or 1, drafts)
         facts = replace(facts, budgets=budgets)
-    return Found(facts, row, artifact, config, backend, drafter=drafter)
+    return Found(facts, row, artifact, config, backend, drafter=drafter, drafts=drafts)
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """What drafting takes. tensors: of a drafter's own file, where it is loaded; layouts: of the blocks in use; length: of the
-    drafts, None where nobody drafts."""
+def _longest(drafter, backend):
+    """Drafts of one trial at most: the drafter's bound, and on a device that of the programs that verify them."""
+    if backend.name == "reference":
+        return drafter.longest
+    from ds4jax.model import TRIAL_SIZES
 
-    tensors: tuple = ()
-    layouts: tuple = ()
-    length: int | None = None
-
-    @classmethod
-    def of(cls, drafter, plan):
-        effective = plan.effective
-        if drafter is None or not effective["mtp_weights"]:
-            return cls()
-        tensors = () if drafter.artifact is None else tuple(drafter.artifact.tensors.values())
-        return cls(tensors, drafter.layouts if effective["mtp_draft"] else (), effective["mtp_draft"])
+    return min(drafter.longest, TRIAL_SIZES[-1] - 1)
 
 
 def _unidentified(failure):
@@ -168,10 +178,14 @@ def _budgets(request, row, artifact, config, backend, native, drafts):
         from ds4jax.weights import roomy
 
         tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
-        shared, scratch = pricing.packed(tensors, roomy(packing, tensors)), 0
+        shared = pricing.packed([*tensors, *_drafters(artifact, config, drafts)], roomy(packing, tensors))
+        scratch = 0
         itemsize = 2 if dtype == "bfloat16" and not request.quality else 4
-        idle = price = pricing.price_on_device(layout, request.ctx, vocabulary=config.vocabulary, itemsize=itemsize)
-        predictor = 0
+        how = {"vocabulary": config.vocabulary, "itemsize": itemsize}
+        idle = pricing.price_on_device(layout, request.ctx, **how)
+        price = pricing.price_on_device(layout, request.ctx, **how, trial=1 + drafts.length if drafts.length else 0)
+        predictor = sum(pricing.price_on_device(blocks, request.ctx, vocabulary=0, itemsize=itemsize).per_bank
+                        for blocks in drafts.layouts)  # fmt: skip
     partial = request.reuse in ("partial", "auto") and row.reuse == "partial" and needs_checkpoints(layout)
     memory = host.memory(backend.name)
     several = row.banks == "persistent" or (request.named_width or 1) >= RESIDENT_BANKS
@@ -197,6 +211,17 @@ def _on_device(artifact, config):
     return list(device.tensors(artifact, config).values())
 
 
+def _drafters(artifact, config, drafts):
+    """The tensors that ds4jax loads for a drafter: of its own file, or those of the model's that the model leaves out."""
+    from ds4jax import families as device
+
+    if drafts.tensors or not drafts.layouts:
+        return drafts.tensors
+    family = device.of(artifact)
+    found = family.tensors_of(config, artifact) if hasattr(family, "tensors_of") else artifact.tensors
+    return [tensor for name, tensor in found.items() if not family.uses(config, name)]
+
+
 def after_open(found, model, reuser, layout, serving=None, loaded=None):
     """The facts of ``found`` with what the opened engine tells: its memory, its chunk, its checkpoints. serving: banks that
     were to serve at once (default: all), of which a device may hold fewer. On a device the largest program is compiled for it.
@@ -204,6 +229,7 @@ def after_open(found, model, reuser, layout, serving=None, loaded=None):
     device = found.backend.name != "reference"
     fitted = 1 if found.row.banks == "serial" else min(serving or len(reuser.banks), len(reuser.banks))
     facts, budgets = found.facts, found.facts.budgets
+    drafts = Drafts() if loaded is None else found.drafts
     if budgets is not None:
         memory = host.memory(found.backend.name)
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
@@ -213,8 +239,8 @@ def after_open(found, model, reuser, layout, serving=None, loaded=None):
             taken = sum(pricing.weights(artifact.tensors.values()) for artifact in held)
             budgets = replace(budgets, shared_weights=budgets.shared_weights - taken)
         if device:  # the layout may have been chosen by the memory there was
-            weights = pricing.packed(_on_device(found.artifact, found.config), model.weights_layout)
-            budgets = replace(budgets, shared_weights=weights)
+            tensors = [*_on_device(found.artifact, found.config), *_drafters(found.artifact, found.config, drafts)]
+            budgets = replace(budgets, shared_weights=pricing.packed(tensors, model.weights_layout))
             budgets = replace(budgets.with_rows(facts.native_chunk, model.chunk), scratch_per_row=0)
         if device and (scratch := model.scratch()) is not None:
             idle = budgets.per_bank * (len(reuser.banks) - fitted)

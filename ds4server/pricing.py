@@ -50,11 +50,25 @@ def drafter(layouts, context, itemsize=4):
     return sum(price(layout, context, vocabulary=0, itemsize=itemsize, grown=True).per_bank for layout in layouts)
 
 
-def price_on_device(layout, context, *, vocabulary, itemsize=4):
+def price_on_device(layout, context, *, vocabulary, itemsize=4, trial=0):
     """The :class:`Price` of a layout as ds4jax allocates it (``ds4jax.state.allocate``), all at the start: rows in numbers of
-    ``itemsize`` bytes, what every token changes and the logits in float32."""
+    ``itemsize`` bytes, what every token changes and the logits in float32. trial: tokens of one where drafting is on, each with
+    its logits and a copy of what is not written before it is judged (``ds4jax.trials``)."""
     held = sum(_allocated(kind, context, itemsize) for kind in layout.values())
-    return Price(held + 4 * vocabulary, _checkpoint(layout, context, vocabulary))
+    token = sum(_on_trial(kind, itemsize) for kind in layout.values()) + 4 * vocabulary
+    return Price(held + 4 * vocabulary + trial * token, _checkpoint(layout, context, vocabulary))
+
+
+def _on_trial(kind, itemsize):
+    """Bytes that one token of a trial takes."""
+    match kind:
+        case Ring(_, shape):
+            return prod(shape) * itemsize
+        case Recurrent(shape):
+            return 4 * prod(shape)
+        case Compressed(_, _, pending, _):
+            return prod(pending) * itemsize
+    return 0
 
 
 def _checkpoint(layout, context, vocabulary):

@@ -22,18 +22,31 @@ REUSE = {"reuse_support": capabilities.QUALIFIED, "exact_support": capabilities.
 SNAPSHOT = {"snapshot": capabilities.QUALIFIED}
 BANKS = {"bank_support": capabilities.QUALIFIED, "qualified_banks": 2}
 DISK = {"disk": capabilities.QUALIFIED}
+DRAFTS = {"mtp_support": capabilities.QUALIFIED}
+
+
+MODEL = "model.gguf"
+PREDICTORS = {"qwen35": "model-mtp.gguf"}
+"""Golden folder → the file with the predictor, where that is another."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """tests: node ids, in which {arch} stands for the golden folder of the family; artifact: the file that they run on; slow:
-    whether they are among the long runs."""
+    """tests: node ids, in which {arch} stands for the family's golden folder; slow: whether they are among the long runs."""
 
     backend: str
     supports: dict
     tests: tuple[str, ...]
-    artifact: str = "golden/{arch}/model.gguf"
     slow: bool = False
+
+    def concerns(self, family):
+        """Whether the family has on this backend what the gate is about: every family, but for drafts."""
+        row = capabilities.product(family["key"], self.backend, [])
+        return self.supports is not DRAFTS or (row.mtp_support != capabilities.NONE and self.backend in row.mtp_hosts)
+
+    def artifact(self, arch):
+        """The file that the tests run on."""
+        return f"golden/{arch}/{PREDICTORS.get(arch, MODEL) if self.supports is DRAFTS else MODEL}"
 
 
 _FAMILIES = "tests/ds4ref/test_reuse_families.py::"
@@ -56,6 +69,7 @@ GATES = (
         Gate(backend, fields, (_GATES + f"test_records_over_restarts[{backend}-{{arch}}]",), slow=True)
         for backend, fields in (("reference", DISK), ("cpu", DISK | SNAPSHOT))
     ),
+    *(Gate(backend, DRAFTS, (_GATES + f"test_drafts[{backend}-{{arch}}]",), slow=True) for backend in ("reference", "cpu")),
 )  # fmt: skip
 
 
@@ -67,11 +81,10 @@ def golden_folder(family):
 def entry(gate, family):
     """The record of a gate that has passed for a family."""
     arch = golden_folder(family)
-    artifact = ROOT / gate.artifact.format(arch=arch)
-    logical = Logical.of([artifact])
+    logical = Logical.of([ROOT / gate.artifact(arch)])
     return {
         "family": family["key"], "backend": gate.backend, "supports": gate.supports,
-        "artifact": fingerprint(logical.nbytes, logical.read), "file": gate.artifact.format(arch=arch),
+        "artifact": fingerprint(logical.nbytes, logical.read), "file": gate.artifact(arch),
         "tests": [test.format(arch=arch) for test in gate.tests], "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
@@ -116,7 +129,7 @@ def main(argv=None):
     for slow in (False, True):
         chosen = [gate for gate in GATES if gate.slow == slow and args.backend in (None, gate.backend)]
         chosen = [gate for gate in chosen if args.field is None or args.field in gate.supports]
-        entries = [entry(gate, family) for family in families for gate in chosen]
+        entries = [entry(gate, family) for family in families for gate in chosen if gate.concerns(family)]
         if entries:
             wanted += entries
             good |= passed([test for e in entries for test in e["tests"]], slow)

@@ -30,6 +30,29 @@ def test_the_table_itself_claims_nothing():
         assert not any(values.get(name) for name in ("qualified_ctx", "qualified_banks", "qualified_prompt", "measured"))
 
 
+SPOKEN = {"sidecar": [True], "deepseek": [True], "external": [False], "embedded": [False, "optional"]}
+"""Kind of drafter → whether --mtp belongs to it."""
+
+
+@pytest.mark.parametrize("family", TABLE["families"], ids=KEYS)
+def test_drafters_are_those_that_there_are(family):
+    """The table's kind and bounds against what the families' modules offer."""
+    row, module = product(family["key"], "reference", []), families.FAMILIES[family["architectures"][0]]
+    sidecars = [m for name in family["architectures"] for m in families.SIDECARS.get(name, ())]
+    if row.mtp in ("none", "bound_only"):
+        assert not sidecars and row.mtp_support == "none" == row.spec_lane
+        assert (row.mtp == "bound_only") == ("predictors" in module.Config.__dataclass_fields__)
+        return
+    assert row.mtp_support == "unverified" and row.spec_lane == "both" and row.spec_draft_min == 1
+    assert row.takes_sidecar in SPOKEN[row.mtp]
+    assert hasattr(module, "draft_block") or row.mtp != "embedded"
+    assert bool(sidecars) == (row.mtp != "embedded" or row.takes_sidecar == "optional")
+    if row.mtp in ("external", "deepseek"):
+        assert any(hasattr(m, "draft_rows") for m in sidecars)
+    longest = getattr(module, "LONGEST_DRAFT", 1) if row.mtp == "embedded" else 1
+    assert row.spec_draft_max == (longest if longest > 1 else None), "elsewhere the file tells"
+
+
 def test_a_level_is_earned_by_a_gate_on_its_backend():
     gate = {"family": "motif-3", "backend": "cpu", "supports": {"reuse_support": "qualified", "mtp_support": "qualified"}}
     row = product("motif-3", "cpu", [gate])

@@ -4,15 +4,18 @@ from functools import cache
 
 import numpy as np
 import pytest
-from runs import reference, runs
+from runs import _model, reference, runs
 
+from ds4ref import drafting
 from ds4ref.generation import Generation
 from ds4ref.reuse import Policy, Reuser
 from ds4ref.sampling import SamplingParams
 from ds4ref.snapshots import Identity
+from ds4ref.speculative import Stepwise
 from ds4ref.stop import StopPolicy
 from ds4ref.tokenizer import Tokenizer
 from ds4server import assembly
+from ds4server.drafts import Drafts
 from ds4server.jobs import Job
 from ds4server.keeper import Keeper
 from ds4server.kvpolicy import Options
@@ -83,9 +86,9 @@ def tokenizer(arch):
     return Tokenizer.from_artifact(reference(RUNS[arch]).artifact)
 
 
-def served(backend, arch, directory=None):
-    """A scheduler over two banks of a golden artifact, with the records in ``directory``."""
-    model = opened(backend, arch)
+def served(backend, arch, directory=None, model=None, drafts=None):
+    """A scheduler over two banks of a golden artifact, with the records in ``directory``, whose rows draft with ``drafts``."""
+    model = model or opened(backend, arch)
     reuser = Reuser(model.new_state, CONTEXT, 2, Policy("partial", minimum=4), slots=6, every=16)
     store = None
     if directory is not None:
@@ -94,7 +97,7 @@ def served(backend, arch, directory=None):
     text_of = assembly.text_of(tokenizer(arch))
     found = Scheduler(
         model, reuser, Keeper(store, reuser, text_of, OPTIONS, 4), lambda job, event: found.settled.append(job),
-        Environment(driver=True, width=2), Schedule(16, 8), grouped=backend != "reference",
+        Environment(driver=True, width=2), Schedule(16, 8), grouped=backend != "reference", drafts=drafts,
     )  # fmt: skip
     found.settled = []
     return found
@@ -105,10 +108,10 @@ def job(arch, prompt, budget):
     return Job(generation, "openai_chat", "gate", needs=Needs(len(prompt), budget, greedy=True))
 
 
-def check(backend, arch, done):
+def check(backend, arch, done, cold=None):
     """Every token of an answer is what the reference, which has seen nothing else, thinks best or as good as that."""
     assert done.outcome == "completed" and done.lane == CONTINUOUS
-    generation, cold = done.generation, reference(RUNS[arch])
+    generation, cold = done.generation, cold or reference(RUNS[arch])
     state = cold.new_state()
     logits = cold.prefill(state, generation.prompt)
     assert len(generation.generated) == generation.budget
@@ -159,3 +162,127 @@ def test_records_over_restarts(backend, arch, tmp_path):
         if start == 0:
             found.keeper.close()
     assert list(tmp_path.glob("*.kv"))
+
+
+# Drafts
+
+DRAFTERS = {
+    "deepseek4": ("mtp.gguf", "dspark.gguf"), "dots3note": (None,), "exaone-moe": (None,), "glm-dsa": (None,),
+    "glm5-next": (None,), "inkling": ("mtp.gguf",), "mimo2": (None, "dflash.gguf"), "naive_n05_flash": ("draft.gguf",),
+    "qwen35": (None,), "qwen4exp": (None,), "step35": ("mtp.gguf",),
+}  # fmt: skip
+"""Golden folder → its drafters: sidecars, or None for the predictor in the model's file."""
+ARTIFACTS = {"qwen35": "model-mtp.gguf"}
+"""Where that is another file than ``model.gguf``."""
+
+
+class Helped:
+    """A family's drafter, whose choices are made right now and then, so that some drafts are kept and some are not."""
+
+    def __init__(self, drafter, cold):
+        self._drafter, self._cold, self._answers = drafter, cold, {}
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def learn(self, prompt, budget):
+        """What comes after a prompt, as the reference has it."""
+        state, tokens = self._cold.new_state(), list(prompt)
+        logits = self._cold.prefill(state, prompt)
+        for _ in range(budget + self.longest):
+            tokens.append(int(logits.argmax()))
+            self._answers[tuple(tokens[-6:-1])] = tokens[-1]
+            logits = self._cold.step(state, tokens[-1])
+        return tokens[len(prompt) : len(prompt) + budget]
+
+    def propose(self, draft, token, count, choose):
+        drafts = []
+
+        def helped(logits):
+            right = self._answers.get(tuple([*draft.tokens, token, *drafts][-5:]))
+            if right is not None and right % 3:
+                logits = np.where(np.arange(len(logits)) == right, np.max(logits) + 1, logits)
+            chosen = choose(logits)
+            if chosen is not None:
+                drafts.append(chosen)
+            return chosen
+
+        return self._drafter.propose(draft, token, count, helped)
+
+
+def drafting_on(backend, arch, sidecar):
+    """(a golden model on a backend, its cold reference, its drafter, what it drafts for)."""
+    file, sidecar = RUNS[arch].path(ARTIFACTS.get(arch, "model.gguf")), sidecar and RUNS[arch].path(sidecar)
+    cold = _model(file, np.float32, ())
+    if backend == "reference":
+        return cold, cold, drafting.attach(cold, sidecar), Stepwise
+    pytest.importorskip("jax", reason="JAX is not installed")
+    from ds4jax import drafting as on_jax
+    from ds4jax.model import Model
+    from ds4jax.speculative import Target
+
+    model = Model.open(file, context=CONTEXT, banks=2, chunk=16, sizes=(16,), least_bucket=CONTEXT)
+    return model, cold, on_jax.attach(model, sidecar), Target
+
+
+def ask_drafting(found, drafter, arch, prompt, budget=14):
+    """A job whose answer the drafter is helped with."""
+    drafter.learn(prompt, budget)
+    done = job(arch, prompt, budget)
+    arrive(found, done)
+    return done
+
+
+def drafting_gate(test):
+    cases = [(backend, arch) for backend in TOLERANCE for arch in sorted(DRAFTERS)]
+    params = [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow, id="-".join(case)) for case in cases]
+    return pytest.mark.parametrize(("backend", "arch"), params)(test)
+
+
+@drafting_gate
+def test_drafts(backend, arch, tmp_path):
+    """With every drafter of the family: rows that draft side by side, continue, fork and cut each other's sequences, are
+    cancelled and restored from records. Every answer is that of a run without drafts; some drafts are kept, some are not."""
+    for n, sidecar in enumerate(DRAFTERS[arch]):
+        model, cold, attached, target = drafting_on(backend, arch, sidecar)
+        drafter, rng, done = Helped(attached, cold), np.random.default_rng(n), []
+        new = lambda n, rng=rng: rng.integers(0, 500, n).tolist()  # noqa: E731
+
+        def start(model=model, drafter=drafter, target=target, n=n):
+            if hasattr(model, "banks"):
+                model._free = list(range(model.banks))
+            return served(backend, arch, tmp_path / str(n), model, Drafts(drafter, target, min(3, drafter.longest)))
+
+        found = start()
+        first, second = new(20), new(9)
+        done += [ask_drafting(found, drafter, arch, prompt) for prompt in (first, second)]
+        for _ in range(5):
+            one_pass(found)
+        assert all(row.speculator is not None for row in found.rows) and len(found.rows) == 2
+        drain(found)
+        for prompt in (first + done[0].generation.generated + new(3), first + done[0].generation.generated + new(4),
+                       first[:14] + new(5), second + new(6)):  # fmt: skip
+            done.append(ask_drafting(found, drafter, arch, prompt))
+            drain(found)
+        left = ask_drafting(found, drafter, arch, second + new(3), 60)
+        while left.drafted < 4:
+            one_pass(found)
+        left.cancel()
+        drain(found)
+        assert left.outcome == "canceled"
+        done.append(ask_drafting(found, drafter, arch, left.generation.prompt + left.generation.generated + new(2)))
+        drain(found)
+        last = done[-1].generation
+        found.keeper.close()
+        restored = start()
+        done.append(ask_drafting(restored, drafter, arch, last.prompt + last.generated + new(2)))
+        drain(restored)
+        assert done[-1].cached > 0
+        kinds = {made.reuse_kind for made in done}
+        assert kinds >= {"cold", "partial"} and kinds & {"exact", "fork"}
+        for made in done:
+            check(backend, arch, made, cold)
+            # A block drafter that begins late waits until it has seen enough.
+            assert made.drafted > 0 or (sidecar is not None and made.reuse_kind != "cold")
+        drafted, accepted = sum(made.drafted for made in done), sum(made.accepted for made in done)
+        assert 0 < accepted < drafted, (accepted, drafted)
