@@ -40,7 +40,7 @@ from ds4ref.state import Recurrent, Rows
 from . import families, primitives
 from .compilation import compile_options
 from .layers import layer_tensors
-from .model import TRIAL_SIZES, _cleared, _operands, rounded
+from .model import _cleared, _operands, rounded
 from .state import Chunk, Sequences, allocate
 from .weights import pack
 
@@ -372,7 +372,7 @@ def _run_logits(module, c, layout, profile, weights, rows, n, previous):
 
 def _chunk_sizes(model):
     """Sizes of chunks that programs are made for."""
-    return tuple(sorted({*TRIAL_SIZES, *model._sizes, model.chunk}))
+    return tuple(sorted({*model.trial_sizes, *model._sizes, model.chunk}))
 
 
 def _allocated(layout, model):

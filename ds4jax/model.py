@@ -29,7 +29,7 @@ from .trials import Seen, Trial
 from .weights import pack, pack_stack, roomy
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
-TRIAL_SIZES = (1, 2, 4, 8, 16)
+TRIAL_SIZES = (1, 2, 3, 4, 6, 8, 16, 32)
 LEAST_BUCKET = 256
 DTYPES = ("float32", "bfloat16")
 
@@ -68,6 +68,7 @@ class Model:
         profile=None,
         chunk=256,
         sizes=SIZES,
+        trial_sizes=TRIAL_SIZES,
         least_bucket=LEAST_BUCKET,
         did=lambda _: None,
         **options,
@@ -77,8 +78,9 @@ class Model:
         fewest: banks to be content with where the device has no memory for ``banks``; the attribute says how many there are.
         dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes "wide" on CPUs whose
         machine has the memory, and ``weights_layout`` says so. profile: of :mod:`ds4jax.primitives`, that of the device where
-        None. chunk: tokens per call in prefill; sizes and least_bucket: chunk sizes and the shortest length of the past that
-        programs are compiled for (fewer means fewer programs and more padding). did: called for every tensor loaded.
+        None. chunk: tokens per call in prefill; sizes, trial_sizes and least_bucket: sizes of chunks and of trials and the
+        shortest length of the past that programs are compiled for (fewer means fewer programs and more padding). did: called
+        for every tensor loaded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; {' or '.join(DTYPES)} is accepted")
@@ -93,6 +95,7 @@ class Model:
         self.layout = self.family.layout(self.config)
         self.context, self.chunk = context, min(chunk, context)
         self._sizes, self._buckets = tuple(sorted(sizes)), buckets(min(least_bucket, context), context)
+        self.trial_sizes = tuple(sorted(trial_sizes))
         tensors = families.tensors(artifact, self.config)
         prefix = getattr(self.arithmetic, "LAYER_PREFIX", "blk.{i}.")
         homes = getattr(self.arithmetic, "homes", lambda config: {})(self.config)
@@ -137,7 +140,7 @@ class Model:
         size, length and number of rows, and one that keeps per size and number."""
         sizes = {rounded(n, self._sizes, self.chunk) for n in range(1, self.chunk + 1)}
         rows = {min(self.banks, 1 << (n - 1).bit_length()) for n in range(1, self.banks + 1)}
-        trials = len(TRIAL_SIZES) * (len(self._buckets) + 1)
+        trials = len(self.trial_sizes) * (len(self._buckets) + 1)
         return len(rows) * (2 * len(sizes) * len(self._buckets) + trials)
 
     def new_state(self):
@@ -189,9 +192,9 @@ class Model:
         never does has had none.
         """
         parts = [self._checked(part, bank) for bank, part in zip(banks, parts, strict=True)]
-        if not all(1 <= len(part) <= TRIAL_SIZES[-1] for part in parts):
+        if not all(1 <= len(part) <= self.trial_sizes[-1] for part in parts):
             found = ", ".join(str(len(part)) for part in parts)
-            raise ValueError(f"a trial has 1 to {TRIAL_SIZES[-1]} tokens for each bank, not {found}")
+            raise ValueError(f"a trial has 1 to {self.trial_sizes[-1]} tokens for each bank, not {found}")
         logits, tried = self._call(banks, parts, every=True, trial=True)
         rows = [logits[row, : len(part)] for row, part in enumerate(parts)]
         for row, (bank, part) in enumerate(zip(banks, parts, strict=True)):
@@ -260,8 +263,8 @@ class Model:
         reach = max(bank.length + len(part) for bank, part in zip(banks, parts, strict=True))
         if reach > self.context:
             raise ValueError(f"{reach} tokens exceed the context of {self.context}")
-        size = rounded(longest, TRIAL_SIZES, TRIAL_SIZES[-1]) if trial else rounded(longest, self._sizes, self.chunk)
-        size, bucket = min(size, self.context), rounded(reach, self._buckets, self.context)
+        size = rounded(longest, self.trial_sizes, self.context) if trial else rounded(longest, self._sizes, self.chunk)
+        bucket = rounded(reach, self._buckets, self.context)
         rows = min(self.banks, 1 << (len(banks) - 1).bit_length())
         tokens = np.zeros((rows, size), np.int32)
         valid, lengths, slots = (np.zeros(rows, np.int32) for _ in range(3))

@@ -131,7 +131,7 @@ def opened(request, tmp_path_factory):
     """(device model with four banks, three streams of tokens, the reference's logits after each of their tokens)."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
     tiny.write(request.param, path, seed=4)
-    model = Model.open(path, context=64, banks=4, chunk=16, sizes=(1, 16), least_bucket=64)
+    model = Model.open(path, context=64, banks=4, chunk=16, sizes=(1, 16), trial_sizes=(4, 16), least_bucket=64)
     reference = Reference.open(path)
     streams = np.random.default_rng(3).integers(0, model.vocabulary, (3, 60)).tolist()
     return model, streams, [reference.verify(reference.new_state(), stream) for stream in streams]
