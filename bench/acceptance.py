@@ -4,8 +4,8 @@
 
 Two kinds of answers, 20 of each: continuations of the book it was trained on, from 24 tokens at places spread over the text, 48
 tokens each; and chats, thinking off and on in turns, to their end. Half of the chats' first messages are among those of the
-training, half are not. Printed for every width, the most drafts of a trial: drafts kept of those that were judged, and tokens per
-trial. Answers are those without drafts, whatever the width: the target judges.
+training, half are not. Printed for every width, the most drafts of a trial: drafts kept of those that were judged, and
+tokens per trial. Answers are those without drafts, whatever the width: the target judges.
 """
 
 import argparse
@@ -25,8 +25,9 @@ TEXT = Path(__file__).with_name("alice29.txt")
 CHATS = (
     "Hello", "Who are you?", "Tell me about the White Rabbit", "Why is the sky blue?", "Tell me a joke", "How do you do?",
     "What is the capital of France?", "Write a poem", "Do you like cats?", "Goodbye",
-    "Good evening, my friend", "What did the Queen say?", "Why did she cry?", "Tell me about the garden.", "What is a tea party?",
-    "Can you help me with my garden?", "Where is the rabbit now?", "What did the Cat say?", "Is the Duchess at home?",
+    "Good evening, my friend", "What did the Queen say?", "Why did she cry?", "Tell me about the garden.",
+    "What is a tea party?", "Can you help me with my garden?", "Where is the rabbit now?",
+    "What did the Cat say?", "Is the Duchess at home?",
     "Please write me a letter to my sister",
 )  # fmt: skip
 CONTEXT, GIVEN, CONTINUED, LONGEST = 512, 24, 48, 200

@@ -59,7 +59,7 @@ class Found:
 def before_open(request, path, toy=False):
     """:class:`Found` for a request and the model file it leads to. BackendError where ``--backend`` cannot be had.
 
-    toy: the file is the package's own noise.
+    toy: the file is the package's own.
     """
     try:
         artifact = Artifact.open(path)
@@ -75,7 +75,7 @@ def before_open(request, path, toy=False):
         because["platform"] = backend.reason
     told["artifact_qualified"] = not toy and _fingerprint(artifact) in capabilities.artifacts(key, backend.name)
     if toy:
-        because["artifact_qualified"] = "no -m was given: serving the embedded random toy, whose answers are noise"
+        because["artifact_qualified"] = "no -m was given: serving the toy inside the package, which knows one book"
     drafter, named = drafters.look(request, row, artifact, None if problem else config)
     for fact, problem in (*named.items(), *_encoder(request, artifact), *_disk(request)):
         told[fact], because[fact] = problem is None, problem

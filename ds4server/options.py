@@ -296,7 +296,7 @@ def parser():
         prog="ds4server",
         usage="ds4server [-m FILE] [options]",
         description="Serve a GGUF of a known family over HTTP. Without -m, and without a ds4flash.gguf in the working "
-        "directory, a random toy inside the package is served, for trying the interface: its answers are noise.",
+        "directory, a toy inside the package is served, for trying the interface: it knows one book.",
         allow_abbrev=False,
         argument_default=None,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),

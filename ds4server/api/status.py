@@ -56,7 +56,7 @@ def model_card(service, name):
         "supported_parameters": SUPPORTED,
     }  # fmt: skip
     if service.toy:
-        card["description"] = "random toy weights inside the package, for trying the interface; its answers are noise"
+        card["description"] = "a toy inside the package, to try the interface; it answers with passages of Alice in Wonderland"
     return card
 
 
