@@ -21,6 +21,7 @@ from ds4ref.__main__ import (
     add_output,
     add_tokens,
     answer_of,
+    drafter_of,
     options_of,
     run_command,
     token_ids,
@@ -29,12 +30,14 @@ from ds4ref.__main__ import (
 )
 from ds4ref.model import Model as Reference
 from ds4ref.progress import Progress
+from ds4ref.speculative import Speculator
 from ds4ref.tokenizer import Tokenizer
 
 from . import diff as blockwise
-from . import platforms
+from . import drafting, platforms
 from .compilation import enable_cache
 from .model import DTYPES, Model
+from .speculative import Target
 
 
 def main(argv=None):
@@ -85,8 +88,11 @@ def logits(args):
 def generate(args):
     reference = _reference(args, args.ctx)
     answer = answer_of(args, reference)
+    drafter_of(args, reference)  # its mistakes, before anything is loaded
     with _device(args) as load:
-        write_answer(load(reference.artifact, args.ctx), answer)
+        model = load(reference.artifact, args.ctx)
+        drafter, width = drafter_of(args, model, drafting.attach) or (None, 0)
+        write_answer(model, answer, drafter and Speculator(Target(model, model.new_state()), drafter, width))
 
 
 def diff(args):

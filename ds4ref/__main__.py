@@ -86,14 +86,6 @@ def parser():
     sub = command("generate", generate, "Continue a text, or answer a chat message, token by token.")
     add_computing(sub)
     add_generation(sub)
-    sub.add_argument("--mtp", metavar="FILE", help="draft with this sidecar")
-    sub.add_argument(
-        "--draft",
-        type=int,
-        metavar="N",
-        help="tokens to draft at a time at most; with --mtp as many as its drafter can, else none and from 1 on with the "
-        "predictor in the model's file",
-    )
 
     sub = command("tiny", write_tiny, "Write a tiny random artifact of a family.", model=False)
     sub.add_argument("architecture", metavar="ARCH", help=f"one of {', '.join(sorted(families.FAMILIES))}")
@@ -153,6 +145,14 @@ def add_generation(sub):
     eos = sub.add_mutually_exclusive_group()
     eos.add_argument("--ignore-eos", action="store_true", help="never let the model end the answer")
     eos.add_argument("--ignore-eos-in-reasoning", action="store_true", help="nor inside an open reasoning block")
+    sub.add_argument("--mtp", metavar="FILE", help="draft with this sidecar")
+    sub.add_argument(
+        "--draft",
+        type=int,
+        metavar="N",
+        help="tokens to draft at a time at most; with --mtp as many as its drafter can, else none and from 1 on with the "
+        "predictor in the model's file",
+    )
 
 
 def _switches():
@@ -268,20 +268,25 @@ def render(args):
 
 def generate(args):
     model = _open(args, args.ctx)
-    write_answer(model, answer_of(args, model), _speculator(args, model))
+    drafter, width = drafter_of(args, model) or (None, 0)
+    speculator = drafter and Speculator(Stepwise(model, model.new_state()), drafter, width)
+    write_answer(model, answer_of(args, model), speculator)
 
 
-def _speculator(args, model):
-    """What drafts, on a new state, or None where nothing is asked to. UsageError for a width that the drafter has not."""
+def drafter_of(args, model, attach=drafting.attach):
+    """(drafter, drafts of a trial at most), or None where none is asked for. UsageError for a width that the drafter has not.
+
+    attach: of the package that computes.
+    """
     if args.mtp is None and not args.draft:
         if args.draft is not None:
             raise UsageError(f"--draft must be at least 1, got {args.draft}")
         return None
-    drafter = drafting.attach(model, args.mtp)
+    drafter = attach(model, args.mtp)
     width = drafter.longest if args.draft is None else args.draft
     if not 1 <= width <= drafter.longest:
         raise UsageError(f"--draft must be from 1 to {drafter.longest} with this drafter, got {width}")
-    return Speculator(Stepwise(model, model.new_state()), drafter, width)
+    return drafter, width
 
 
 def answer_of(args, model):
@@ -337,9 +342,11 @@ def _plain(model, answer, progress):
 
 def _drafted(answer, speculator, progress):
     """As :func:`_plain`, with drafts."""
-    for token in answer.prompt:
-        speculator.feed(token)
-        progress.advance()
+    size = speculator.target.model.chunk
+    for at in range(0, len(answer.prompt), size):
+        part = answer.prompt[at : at + size]
+        speculator.prefill(part)
+        progress.advance(len(part))
     return run_with_drafts(speculator, answer, prompt=())
 
 

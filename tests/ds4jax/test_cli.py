@@ -1,6 +1,7 @@
 """``python -m ds4jax`` as a user has it: the same commands as ds4ref, the same answers, and diff's exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -64,6 +65,8 @@ def test_generate_is_the_references(folder, capsys):
     assert "6 generated, finish: length; first token after " in greedy.err and "tokens/s" in greedy.err
     assert "loaded in " in greedy.err
     assert text(main, "--seed", "4", "--chunk", "2").out == text(reference, "--seed", "4").out
+    drafted = text(main, "--temperature", "0", "--chunk", "2", "--draft", "2")
+    assert drafted.out == greedy.out and re.search(r"\d+ of \d+ drafts kept \(\d+%\) in \d+ trials", drafted.err)
 
 
 def test_diff_agrees(folder):
@@ -101,6 +104,10 @@ def test_mistakes_are_one_sentence(folder, capsys):
     assert "the prompt has 0 tokens" in fails(capsys, *diff, "")
     assert "has no option 'fast'" in fails(capsys, *diff, "--option", "fast=true")
     assert "--ctx must be from 1 to " in fails(capsys, "generate", "-m", model, "-p", "x", "--ctx", "0")
+    generate = ["generate", "-m", model, "-p", "x", "--ctx", "64"]
+    assert "--draft must be from 1 to 8 with this drafter, got 9" in fails(capsys, *generate, "--draft", "9")
+    assert "--draft must be at least 1, got 0" in fails(capsys, *generate, "--draft", "0")
+    assert "qwen35 takes no draft sidecar" in fails(capsys, *generate, "--mtp", model)
     assert "no such file" in fails(capsys, "diff", "-m", folder / "none.gguf")
     assert "--platform: platform metal is not here: JAX sees " in fails(capsys, *diff, "--platform", "metal")
 
