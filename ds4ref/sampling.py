@@ -41,6 +41,7 @@ class SamplingParams:
     logit_bias             −100 … 100    token id → number added to its logit; −100 bans the token, unless none is left
     logprobs               bool          report the log-probability of each token
     top_logprobs           0 … 20        and of so many most likely ones; needs ``logprobs``
+    repeats                bool          the seed gives one answer, whatever is drafted (``speculative``)
     =====================  ============  ==================================================================
     """
 
@@ -55,6 +56,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int = 0
+    repeats: bool = False
 
     def __post_init__(self):
         _require_number("temperature", self.temperature, 0, 100)

@@ -20,6 +20,10 @@ Randomness. Every draw is a function of (seed, choice, position, lane) alone (``
 or from what is left of it, lane 1 draws a draft from q, lane 2 decides whether it is kept. So a seed gives one text for one
 history of trials. It need not be the text without drafts, but for temperature 0, where it is, token for token.
 
+Where a seed has to give one text whatever the history (``SamplingParams.repeats``), the token is drawn from p as without
+drafts, and a draft from q with the same random number: it is kept where both are the same token. That is the text without
+drafts, and keeps as many where p and q are alike, fewer than the rule above where they are not.
+
 The target computes one token at a time, so that what it has after a roll back is bit for bit what it would have had without
 drafts. Knows nothing about families, files or text: any target with the verbs of :class:`Stepwise`, any drafter with those of
 ``drafting``.
@@ -244,7 +248,7 @@ class Speculator:
         """(steps, drafts judged, drafts kept). Judging stops with the first draft that is not kept and with the answer."""
         steps, kept = [], 0
         for row, draft, q in zip(rows, drafts, qs, strict=False):
-            steps.append(generation.accept(Drafted.of(row, draft, q)))
+            steps.append(generation.accept(row if generation.params.repeats else Drafted.of(row, draft, q)))
             if steps[-1].token != draft:
                 break
             kept += 1
@@ -281,7 +285,8 @@ class _Chooser:
         if params.temperature == 0:
             token = int(np.argmax(q))
         else:
-            token = draw(q, uniform(params.seed, self.generation.choice, self.position, DRAFT))
+            lane = DRAW if params.repeats else DRAFT
+            token = draw(q, uniform(params.seed, self.generation.choice, self.position, lane))
         self.qs.append(q)
         self.drafts.append(token)
         self.ended = policy.is_end(token)

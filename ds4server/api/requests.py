@@ -82,7 +82,7 @@ class Common(Fields):
         try:
             params = SamplingParams(
                 **chosen, seed=fresh_seed() if self.seed is None else self.seed, logit_bias=_biases(self.logit_bias),
-                logprobs=logprobs, top_logprobs=top_logprobs,
+                logprobs=logprobs, top_logprobs=top_logprobs, repeats=self.seed is not None,
             )  # fmt: skip
             params.check_vocabulary(service.vocabulary)
         except ValueError as error:

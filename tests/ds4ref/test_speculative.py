@@ -514,6 +514,31 @@ def test_the_same_seed_gives_the_same_answer_whatever_the_batch():
     assert first.generated == again.generated != other.generated
 
 
+@given(
+    seed=st.integers(0, 10**6),
+    drafter=st.sampled_from([TWIN, COUSIN, STRANGER]),
+    width=st.integers(1, 8),
+    setting=st.sampled_from(range(len(SETTINGS))),
+    eos=st.sampled_from(["model", "global"]),
+)
+def test_a_seed_that_repeats_gives_the_answer_without_drafts(seed, drafter, width, setting, eos):
+    params = replace(SETTINGS[setting], seed=seed, repeats=True)
+    expected, at, steps = plain(params, eos=eos)
+    found, state, ours, speculator = speculated(params, drafter, width, eos=eos)
+    assert (found.generated, found.finish, ours) == (expected.generated, expected.finish, steps)
+    assert state.tokens == at.tokens
+    assert drafter is not TWIN or speculator.accepted == speculator.drafted
+
+
+def test_a_seed_that_repeats_keeps_drafts_where_the_drafter_is_alike():
+    kept = [0, 0]
+    for seed in range(20):
+        for n, repeats in enumerate((False, True)):
+            *_, speculator = speculated(replace(SETTINGS[0], seed=seed, repeats=repeats), COUSIN, 1, eos="global", budget=40)
+            kept[n] += speculator.accepted
+    assert kept[1] > kept[0] / 2 > 50
+
+
 # How many drafts ------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from .toymodel import LAYOUTS, Drafter, Target, Toy, TrialToy, cold, heard, job
 JOBS = st.fixed_dictionaries({
     "prompt": PROMPTS, "budget": st.integers(0, 14), "stream": st.booleans(), "temperature": st.sampled_from([0, 0, 0, 1]),
     "surface": st.sampled_from(["openai_chat", "anthropic_messages"]), "stops": st.sampled_from([(), (), ("e",), (" t", "an")]),
+    "repeats": st.booleans(),
 })  # fmt: skip
 STEPS = st.lists(st.one_of(JOBS, st.just("pass"), st.just("pass"), st.integers(0, 9)), max_size=30)
 
@@ -78,10 +79,11 @@ def test_any_company_gives_the_answer_without_drafts(
         generation = done.generation
         if done.outcome != "completed":
             assert done in cancelled and isinstance(heard(done)[1], Failed)
-        elif generation.params.temperature == 0:
+        elif generation.params.temperature == 0 or generation.params.repeats:
             tokens, last = heard(done)
-            assert tokens == generation.generated == cold(layout, generation.prompt, generation.budget,
-                                                          stops=generation.stop_strings)  # fmt: skip
+            params = {name: getattr(generation.params, name) for name in ("temperature", "seed")}
+            expected = cold(layout, generation.prompt, generation.budget, stops=generation.stop_strings, **params)
+            assert tokens == generation.generated == expected
             assert isinstance(last, Ended) and done.cached + done.computed == len(generation.prompt)
             assert done.accepted <= done.drafted <= length * done.passes and done.sampled == len(tokens)
     check_law_9(model.log, live)

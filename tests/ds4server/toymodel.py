@@ -87,8 +87,8 @@ def reuser(model, width, mode="partial", **more):
     return Reuser(model.new_state, CONTEXT, width, Policy(mode, minimum=4, **more), slots=4, every=16)
 
 
-def job(prompt, budget=5, surface="openai_chat", temperature=0, seed=1, marks=(), stops=(), **needs):
-    params = SamplingParams(temperature=temperature, seed=seed)
+def job(prompt, budget=5, surface="openai_chat", temperature=0, seed=1, marks=(), stops=(), repeats=False, **needs):
+    params = SamplingParams(temperature=temperature, seed=seed, repeats=repeats)
     generation = Generation(tokenizer(), list(prompt), params, budget, CONTEXT, StopPolicy(frozenset()), stop_strings=stops)
     needs = Needs(len(prompt), budget, **{"greedy": temperature == 0} | needs)
     return Job(generation, surface, f"req_{len(prompt)}_{budget}", marks=marks, needs=needs)
