@@ -15,9 +15,9 @@ from .conftest import launch
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "conformance"
 FAMILIES = {"deepseek4": 0, "qwen35": 3, "glm-dsa": 2}
-"""Families whose call syntaxes (DSML, XML, argument pairs) differ from the JSON of the embedded artifact, and the seeds of their
-weights. Not every random model writes what the suite takes for granted: it counts the tokens of some answers, among which there
-must be no control token."""
+"""Families whose call syntaxes (DSML, XML, argument pairs) differ from the JSON of the embedded artifact, and the seeds of
+their weights. Not every random model writes what the suite takes for granted: it counts the tokens of some answers, among which
+there must be no control token."""
 ALWAYS = ("test_text.py", "test_tools.py", "test_validation.py")
 
 
