@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4jax import drafting
+from ds4jax import model as device
 from ds4jax.model import Model
 from ds4jax.speculative import Target
 from ds4ref.generation import Generation
@@ -22,9 +23,47 @@ from ds4ref.sampling import SamplingParams
 from ds4ref.speculative import Speculator, run, verify_together
 from ds4ref.stop import StopPolicy
 
-FAMILIES = [("qwen35", "model-mtp.gguf"), pytest.param("exaone-moe", "model.gguf", marks=pytest.mark.slow)]
-FILES = pytest.mark.parametrize(("arch", "file"), FAMILIES, ids=["qwen35", "exaone-moe"])
+CHAINS = [
+    ("qwen35", "model-mtp.gguf", None),
+    ("deepseek4", "model.gguf", "mtp.gguf"),
+    ("dots3note", "model.gguf", None),
+    ("exaone-moe", "model.gguf", None),
+    ("glm-dsa", "model.gguf", None),
+    ("glm5-next", "model.gguf", None),
+    ("inkling", "model.gguf", "mtp.gguf"),
+    ("mimo2", "model.gguf", None),
+    ("qwen4exp", "model.gguf", None),
+    ("step35", "model.gguf", "mtp.gguf"),
+]
+BLOCKS = [
+    ("naive_n05_flash", "model.gguf", "draft.gguf"),
+    ("deepseek4", "model.gguf", "dspark.gguf"),
+    ("mimo2", "model.gguf", "dflash.gguf"),
+]
+
+
+def drafters(cases, always):
+    """These always, all in the slow profile."""
+    return pytest.mark.parametrize(
+        ("arch", "file", "sidecar"),
+        [
+            pytest.param(*case, id=f"{case[0]}-{case[2] or 'embedded'}", marks=() if case[0] in always else pytest.mark.slow)
+            for case in cases
+        ],
+    )
+
+
 BUDGET, CONTEXT = 24, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """What is compared here is answers; XLA need not make them fast."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (drafting, device):
+            patch.setattr(module, "compile_options", lambda: options)
+        yield
 
 
 class Letters:
@@ -43,7 +82,7 @@ class Letters:
 
 
 @cache
-def opened(arch, file):
+def opened(arch, file, sidecar):
     """(model of two banks, its drafter, two prompts, their greedy answers without drafts)."""
     path = GOLDEN / arch / file
     model = Model.open(path, context=CONTEXT, banks=2, chunk=16, sizes=(1, 16), trial_sizes=(1, 4), least_bucket=CONTEXT)
@@ -57,7 +96,7 @@ def opened(arch, file):
             logits = model.step(bank, answer[-1])
         bank.release()
         answers.append(answer)
-    return model, drafting.attach(model), prompts, answers
+    return model, drafting.attach(model, sidecar and GOLDEN / arch / sidecar), prompts, answers
 
 
 class Steered:
@@ -98,9 +137,9 @@ def generation(prompt):
     return Generation(Letters(), list(prompt), SamplingParams(temperature=0), BUDGET, CONTEXT, StopPolicy(frozenset()))
 
 
-@FILES
-def test_an_answer_with_drafts_is_the_one_without(arch, file):
-    model, drafter, prompts, answers = opened(arch, file)
+@drafters([*CHAINS, *BLOCKS], always=("qwen35", "naive_n05_flash"))
+def test_an_answer_with_drafts_is_the_one_without(arch, file, sidecar):
+    model, drafter, prompts, answers = opened(arch, file, sidecar)
     for prompt, answer in zip(prompts, answers, strict=True):
         with taken(model, 1) as (bank,):
             made, speculator = generation(prompt), Speculator(Target(model, bank), drafter, 3)
@@ -109,12 +148,12 @@ def test_an_answer_with_drafts_is_the_one_without(arch, file):
             assert bank.tokens == [*prompt, *answer][: bank.length] and bank.length >= len(prompt) + BUDGET - 1
 
 
-@FILES
+@drafters([*CHAINS, *BLOCKS], always=("qwen35",))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_two_answers_at_once(arch, file, data):
+def test_two_answers_at_once(arch, file, sidecar, data):
     """Trials of any widths, of one or of both in one program, some of them without drafts."""
-    model, drafter, prompts, answers = opened(arch, file)
+    model, drafter, prompts, answers = opened(arch, file, sidecar)
     seed, share = data.draw(st.integers(0, 2**32 - 1)), data.draw(st.sampled_from([0.0, 0.7, 1.0]))
     steered = Steered(drafter, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], seed, share)
     widths = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
@@ -146,10 +185,10 @@ def proposal(drafter, draft, token, count=3):
     return drafts, np.array(seen)
 
 
-@FILES
-def test_a_draft_depends_on_what_was_consumed_alone(arch, file):
+@drafters(CHAINS, always=("qwen35",))
+def test_a_draft_depends_on_what_was_consumed_alone(arch, file, sidecar):
     """Not on the chunks it came in, on proposals before, nor on other drafts; and it may begin midway."""
-    model, drafter, prompts, _ = opened(arch, file)
+    model, drafter, prompts, _ = opened(arch, file, sidecar)
     tokens = prompts[1]
     with taken(model, 1) as (bank,):
         taps = Target(model, bank).prefill(tokens, drafter.taps)
