@@ -235,7 +235,7 @@ class Model:
         for trial, slot, length, count in together:
             lengths[trial.row], counts[trial.row], slots[trial.row] = length, count, slot
         if "keep" not in self._programs:
-            write = partial(trials.write, self.plan)
+            write = partial(_write, self.plan, self.profile)
             self._programs["keep"] = jax.jit(write, donate_argnums=0, compiler_options=compile_options())
         return self._programs["keep"](self._state, tried, lengths, counts, slots)
 
@@ -342,6 +342,12 @@ def _run(arithmetic, config, plan, profile, bucket, every, taps, trial, weights,
             x = jax.tree.map(lambda a: jnp.take_along_axis(a, last.reshape(-1, *(1,) * (a.ndim - 1)), axis=1), x)
         logits = arithmetic.finish(config, weights["top"], x)
         return (logits if every else logits[:, 0]), arrays, seen, tried
+
+
+def _write(plan, profile, *kept):
+    """The traced program of what was kept, :func:`ds4jax.trials.write`."""
+    with primitives.using(profile):
+        return trials.write(plan, *kept)
 
 
 @dataclass

@@ -18,6 +18,8 @@ from jax import lax
 
 from ds4ref.state import Recurrent
 
+from . import primitives
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -64,12 +66,32 @@ def _into_ring(ring, rows, lengths, counts, banks):
     tokens, slots = rows.shape[-2], ring.shape[-2]
     t, count = jnp.arange(tokens, dtype=jnp.int32), counts[:, None]
     lives = (t < count) & (t >= count - slots)  # of two tokens in one slot the later
+    if primitives.profile() == "metal":
+        return _token_by_token(ring, rows, lives, (lengths[:, None] + t) % slots, banks)
     bank = jnp.where(lives, banks[:, None], ring.shape[1])
     middle = (slice(None),) * (ring.ndim - 4)
     if middle:  # the axes of two index arrays that are apart come first
         rows = jnp.moveaxis(rows, (1, -2), (0, 1))
     at = (slice(None), bank, *middle, (lengths[:, None] + t) % slots)
     return ring.at[at].set(rows, mode="drop", unique_indices=True)
+
+
+def _token_by_token(ring, rows, lives, slots, banks):
+    """:func:`_into_ring` without scatter, which programs for Metal may not hold.
+
+    lives: which of the rows [B, T] to write, and slots: where to.
+    """
+    tokens = rows.shape[-2]
+
+    def write(n, ring):
+        b, t = n // tokens, n % tokens
+        middle = [0] * (ring.ndim - 4)
+        row = lax.dynamic_slice(rows, (0, b, *middle, t, 0), (ring.shape[0], 1, *ring.shape[2:-2], 1, ring.shape[-1]))
+        at = (0, jnp.minimum(banks[b], ring.shape[1] - 1), *middle, slots[b, t], 0)
+        kept = lax.dynamic_slice(ring, at, row.shape)
+        return lax.dynamic_update_slice(ring, jnp.where(lives[b, t] & (banks[b] < ring.shape[1]), row, kept), at)
+
+    return lax.fori_loop(0, lives.size, write, ring)
 
 
 def _chosen(values, tried, counts, banks):

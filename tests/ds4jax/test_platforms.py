@@ -142,6 +142,17 @@ def test_metal_programs_hold_what_metal_has(programs, architecture):
     assert {step: refused(model[step].fresh(), *model[step].arguments) for step in STEPS} == dict.fromkeys(STEPS, set())
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [("naive_n05_flash", "model.gguf", "draft.gguf"), ("qwen35", "model-mtp.gguf", None)],
+    ids=lambda drafter: drafter[0],
+)
+def test_metal_drafts_and_trials_hold_what_metal_has(draft_programs, drafter):
+    programs = draft_programs(*drafter, profile="metal")
+    found = {name: refused(program.fresh(), *program.arguments) for name, program in programs.items()}
+    assert found == dict.fromkeys(programs, set())
+
+
 @pytest.mark.parametrize("type", [t for t in BLOCK if t not in PLAIN or PLAIN[t].kind == "f"], ids=lambda t: TensorType(t).name)
 def test_metal_products_hold_what_metal_has(type):
     rows, columns, experts = 320, 256, 4

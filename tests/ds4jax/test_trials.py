@@ -3,6 +3,7 @@
 The state kinds by themselves; then families that between them have every one of them.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from ds4jax import trials  # noqa: E402
+from ds4jax import primitives, trials  # noqa: E402
 from ds4jax.model import Model  # noqa: E402
 from ds4jax.state import Chunk, Sequences, allocate  # noqa: E402
 from ds4ref import tiny  # noqa: E402
@@ -56,8 +57,8 @@ def consumed(arrays, lengths, valid, banks, rows):
     return arrays
 
 
-@jax.jit
-def tried(arrays, lengths, valid, counts, banks, rows):
+@partial(jax.jit, static_argnums=0)
+def tried(profile, arrays, lengths, valid, counts, banks, rows):
     """(state after the trial, after keeping ``counts`` of its tokens)"""
     chunk, layers, state = Chunk(lengths, valid, TOKENS, CONTEXT, banks), [], arrays
     for layer in range(LAYERS):
@@ -66,7 +67,8 @@ def tried(arrays, lengths, valid, counts, banks, rows):
         state = sequences.arrays
         layers.append(sequences.tried)
     left = [[jax.tree.map(lambda *parts: jnp.stack(parts), *layers)]]
-    kept = trials.write(SimpleNamespace(layouts=((LAYOUT,),)), [[state]], left, lengths, counts, banks)
+    with primitives.using(profile):
+        kept = trials.write(SimpleNamespace(layouts=((LAYOUT,),)), [[state]], left, lengths, counts, banks)
     return state, kept[0][0]
 
 
@@ -87,8 +89,8 @@ def alike(a, b):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3]))
-def test_what_is_kept_is_what_would_have_been_written(seed, width):
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3]), st.sampled_from(["default", "metal"]))
+def test_what_is_kept_is_what_would_have_been_written(seed, width, profile):
     """Bit for bit, for any number of tokens of any number of banks, of arrays that hold anything."""
     rng = np.random.default_rng(seed)
     arrays = {
@@ -105,7 +107,7 @@ def test_what_is_kept_is_what_would_have_been_written(seed, width):
     shapes = {"pairs": (2, 3), "ring": (2, 3), "conv": (4,), "short": (4,), "value": (2, 3), "blocks": (3,)}
     rows = {name: rng.integers(-9, 9, (width, TOKENS, *shape)).astype(np.float32) for name, shape in shapes.items()}
     expected = consumed(arrays, lengths, counts, banks, rows)
-    on_trial, kept = tried(arrays, lengths, valid, counts, banks, rows)
+    on_trial, kept = tried(profile, arrays, lengths, valid, counts, banks, rows)
     for bank in range(SLOTS):
         at = np.flatnonzero(banks == bank)
         if len(at):
