@@ -445,14 +445,15 @@ def attach(model, path=None):
     module = families.drafter(like.module)
     if module is None:
         raise ArtifactError(f"{artifact.path.name}: ds4jax does not implement the drafter of {model.artifact.architecture}")
-    ends, blocks = _tensors(module, like, artifact)
+    ends, blocks = tensors(module, like, artifact)
     ends, *blocks = ({name: _packed(model, tensor) for name, tensor in held.items()} for held in (ends, *blocks))
     model.watch(int(name.removeprefix("h_")) for name in like.taps)
     return (Block if isinstance(like, reference.Block) else Chain)(model, like, module, ends, blocks)
 
 
-def _tensors(module, like, artifact):
-    """(tensors of ends, those of each block by their name there) that a drafter reads."""
+def tensors(module, like, artifact):
+    """(tensors of ends, those of each block by their name there) that a drafter reads: ``like`` is ds4ref's, ``module`` the one
+    that drafts like its module, ``artifact`` the file that holds it."""
     if hasattr(module, "draft_tensors"):
         return module.draft_tensors(like.config, artifact)
     found = module.tensors_of(like.config, artifact) if hasattr(module, "tensors_of") else artifact.tensors

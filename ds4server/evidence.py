@@ -91,7 +91,7 @@ def before_open(request, path, toy=False):
     )  # fmt: skip
     drafts = Drafts.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
     if config is not None and request.ctx > 0:
-        budgets = _budgets(request, row, artifact, config, backend, facts.native_chunk or 1, drafts)
+        budgets = _budgets(request, row, artifact, config, backend, facts.native_chunk or 1, drafter, drafts)
         facts = replace(facts, budgets=budgets)
     return Found(facts, row, artifact, config, backend, drafter=drafter, drafts=drafts)
 
@@ -163,7 +163,7 @@ def _native(request, row, backend):
     return max(1, min(chunks.requested_native(request, row) or row.native_prefill.default or DEVICE_CHUNK, max(1, request.ctx)))
 
 
-def _budgets(request, row, artifact, config, backend, native, drafts):
+def _budgets(request, row, artifact, config, backend, native, drafter, drafts):
     """The :class:`Budgets` of serving this artifact. The states that are resident for reuse count as the serial session's."""
     layout = families.of(artifact).layout(config)
     if backend.name == "reference":
@@ -178,7 +178,7 @@ def _budgets(request, row, artifact, config, backend, native, drafts):
         from ds4jax.weights import roomy
 
         tensors, (packing, dtype) = _on_device(artifact, config), defaults(backend.name)
-        shared = pricing.packed([*tensors, *_drafters(artifact, config, drafts)], roomy(packing, tensors))
+        shared = pricing.packed([*tensors, *_drafters(artifact, drafter, drafts)], roomy(packing, tensors))
         scratch = 0
         itemsize = 2 if dtype == "bfloat16" and not request.quality else 4
         how = {"vocabulary": config.vocabulary, "itemsize": itemsize}
@@ -211,15 +211,15 @@ def _on_device(artifact, config):
     return list(device.tensors(artifact, config).values())
 
 
-def _drafters(artifact, config, drafts):
-    """The tensors that ds4jax loads for a drafter: of its own file, or those of the model's that the model leaves out."""
+def _drafters(artifact, drafter, drafts):
+    """The tensors that ds4jax loads for a drafter, none where there is no use of it."""
+    from ds4jax import drafting
     from ds4jax import families as device
 
-    if drafts.tensors or not drafts.layouts:
-        return drafts.tensors
-    family = device.of(artifact)
-    found = family.tensors_of(config, artifact) if hasattr(family, "tensors_of") else artifact.tensors
-    return [tensor for name, tensor in found.items() if not family.uses(config, name)]
+    if not (drafts.tensors or drafts.layouts) or (module := device.drafter(drafter.found.module)) is None:
+        return []
+    ends, blocks = drafting.tensors(module, drafter.found, drafter.artifact or artifact)
+    return [tensor for held in (ends, *blocks) for tensor in held.values()]
 
 
 def after_open(found, model, reuser, layout, serving=None, loaded=None):
@@ -239,7 +239,7 @@ def after_open(found, model, reuser, layout, serving=None, loaded=None):
             taken = sum(pricing.weights(artifact.tensors.values()) for artifact in held)
             budgets = replace(budgets, shared_weights=budgets.shared_weights - taken)
         if device:  # the layout may have been chosen by the memory there was
-            tensors = [*_on_device(found.artifact, found.config), *_drafters(found.artifact, found.config, drafts)]
+            tensors = [*_on_device(found.artifact, found.config), *_drafters(found.artifact, found.drafter, drafts)]
             budgets = replace(budgets, shared_weights=pricing.packed(tensors, model.weights_layout))
             budgets = replace(budgets.with_rows(facts.native_chunk, model.chunk), scratch_per_row=0)
         if device and (scratch := model.scratch()) is not None:

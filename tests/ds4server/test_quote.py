@@ -18,7 +18,7 @@ from ds4ref.quants import BLOCK, TensorType
 from ds4ref.reuse import SLOTS
 from ds4ref.speculative import Speculator, Stepwise
 from ds4ref.state import Compressed, Recurrent, Ring, Rows, State
-from ds4server import host, pricing, quote
+from ds4server import evidence, host, options, pricing, quote
 from ds4server.options import FitReserves
 from ds4server.quote import GIB, LARGEST, MIB, Budgets, credited, headroom, quoted, widest
 
@@ -216,9 +216,9 @@ def test_a_bank_is_priced_as_it_is_allocated(dtype, itemsize, context):
 # Use. docs/memory.md says what counts.
 
 
-def used(backend, path, context, banks, slots):
-    """What ``usage.py`` tells of a process of its own."""
-    script, numbers = Path(__file__).with_name("usage.py"), map(str, (context, banks, slots))
+def used(backend, path, *numbers):
+    """What ``usage.py`` tells of a process of its own. numbers: context, banks, slots and, where there are, drafts."""
+    script, numbers = Path(__file__).with_name("usage.py"), map(str, numbers)
     command = [sys.executable, str(script), backend, str(path), *numbers]
     out = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     assert out.returncode == 0, out.stderr[-3000:]
@@ -233,6 +233,8 @@ def check_use(found, slots, states):
     pool = quoted["checkpoint_pool"] // SLOTS * slots
     said = {"shared_weights": quoted["shared_weights"], "banks": quoted["per_bank"] * states, "checkpoint_pool": pool,
             "scratch": quoted["scratch"] - quoted["per_bank"] * (states - quoted["banks"])}  # fmt: skip
+    if "mtp_state" in items:
+        said["mtp_state"] = quoted["mtp_state"]
     total = sum(items.values())
     assert abs(sum(said.values()) - total) <= total / 10, (said, items)
     for name, n in items.items():
@@ -250,6 +252,35 @@ def check_growth(found, said, slack=0):
 def test_the_quote_of_a_tiny_artifact_is_what_it_takes_on_the_reference():
     found = used("reference", toy(), 64, 2, 6)
     check_growth(found, check_use(found, 6, 2), slack=1 << 20)
+
+
+def test_the_quote_of_a_model_that_drafts_is_what_it_takes_on_the_reference():
+    found = used("reference", GOLDEN / "qwen35" / "model-mtp.gguf", 64, 2, 6, 3)
+    check_growth(found, check_use(found, 6, 2), slack=1 << 20)
+    assert found["items"]["mtp_state"] == found["quote"]["mtp_state"] > 0
+
+
+def test_a_drafter_is_priced_as_it_is_allocated_on_a_device():
+    """A sidecar with several blocks, a block drafter, and predictors that the model itself leaves out."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    import jax
+
+    from ds4jax import drafting as on_device
+    from ds4jax.model import Model as OnDevice
+
+    for model, flags in (("qwen35/model-mtp.gguf", ["--mtp-mode", "on"]), ("step35/model.gguf", ["--mtp", "step35/mtp.gguf"]),
+                         ("mimo2/model.gguf", ["--mtp", "mimo2/dflash.gguf"])):  # fmt: skip
+        flags = [str(GOLDEN / flag) if flag.endswith(".gguf") else flag for flag in flags]
+        argv = ["-m", str(GOLDEN / model), "--cpu", "-c", "64", "--mem-floor-gb", "0", "--mtp-mode", "on", *flags]
+        found = evidence.before_open(options.read(argv, {}), GOLDEN / model)
+        opened = OnDevice(found.artifact, context=64, banks=3)
+        before = {id(array) for array in jax.live_arrays()}
+        drafter = on_device.attach(opened, found.drafter.artifact)
+        held = sum(array.nbytes for array in jax.live_arrays() if id(array) not in before)
+        weights = pricing.packed(evidence._drafters(found.artifact, found.drafter, found.drafts), opened.weights_layout)
+        said = weights + 3 * found.facts.budgets.mtp_per_bank
+        assert abs(held - said) <= held / 50, (model, held, said)
+        del drafter
 
 
 def test_the_quote_of_a_tiny_artifact_is_what_it_takes_on_jax():
