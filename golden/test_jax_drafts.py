@@ -22,8 +22,8 @@ from ds4ref.gguf import ArtifactError
 
 TOLERANCE = 1e-3
 CONTEXT, CHUNK, PART = 64, 16, 12
-TOKENS_ALWAYS = ("qwen35-model-mtp", "deepseek4-20")
-CHUNKS_SLOW = ("dots3note-model-llamacpp", "glm5-next-model-llamacpp", "exaone-moe-model-short", "step35", "deepseek4-6")
+CHUNKS_ALWAYS = ("dots3note-model", "glm-dsa-model", "qwen35-model-mtp", "mimo2", "naive_n05_flash-medium", "mimo2-block")
+TOKENS_ALWAYS = ("qwen35-model-mtp", "naive_n05_flash-medium")
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +34,12 @@ def quick_compilation(monkeypatch):
 
 
 def by_size(cases, name):
-    """Each case in chunks, and token by token, which is slow but for some."""
+    """Each case in chunks and token by token, some of them always and all in the slow profile."""
 
     def case_of(case, size, way, slow):
         return pytest.param(*case, size, id=f"{name(case)}-{way}", marks=pytest.mark.slow if slow else ())
 
-    chunks = [case_of(case, PART, "chunks", name(case) in CHUNKS_SLOW) for case in cases]
+    chunks = [case_of(case, PART, "chunks", name(case) not in CHUNKS_ALWAYS) for case in cases]
     return chunks + [case_of(case, 1, "tokens", name(case) not in TOKENS_ALWAYS) for case in cases]
 
 
@@ -150,6 +150,7 @@ def proposed(drafter, draft, token, count):
     return drafts, np.stack(seen)
 
 
+@pytest.mark.slow
 def test_dots3note_proposes_the_oracles_chain():
     (model, _), chain, oracle = opened("dots3note"), device("dots3note"), arrays("dots3note")
     base = int(oracle["chain_base"])

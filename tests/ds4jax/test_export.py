@@ -51,14 +51,14 @@ DRAFTERS = {
     ("qwen4exp", "model.gguf", None): ("chunk", "further 0"),
     ("step35", "model.gguf", "mtp.gguf"): ("chunk", "further 1", "further 2"),
 }
-QUICK = ("qwen35", "naive_n05_flash")
+QUICK = (("qwen35", "chunk"), ("naive_n05_flash", "trial"), ("naive_n05_flash", "rows"))
 
 
 def draft_steps():
     for drafter, steps in DRAFTERS.items():
         for step in ("trial", "keep", *steps):
             architecture, _, sidecar = drafter
-            marks = () if architecture in QUICK and step != "keep" else pytest.mark.slow
+            marks = () if (architecture, step) in QUICK else pytest.mark.slow
             yield pytest.param(drafter, step, id=f"{architecture}-{sidecar or 'embedded'}-{step}", marks=marks)
 
 
