@@ -13,7 +13,7 @@ from ds4jax.model import Model
 
 TOLERANCE = 1e-3
 KL = 1e-2
-ALWAYS_IN_BFLOAT16 = ("deepseek4", "qwen35", "step35", "solar-open2")
+ALWAYS_IN_BFLOAT16 = ("deepseek4", "qwen35")
 
 
 @cache

@@ -106,7 +106,9 @@ class Serving(RuleBasedStateMachine):
             assert self.device.compiled <= self.device.most_programs
 
 
-@pytest.mark.parametrize("architecture", ["step35", "deepseek4", "qwen35"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen35", *(pytest.param(name, marks=pytest.mark.slow) for name in ("step35", "deepseek4"))]
+)
 def test_any_interleaving_gives_the_same(architecture, tmp_path_factory):
     from hypothesis import settings
     from hypothesis.stateful import run_state_machine_as_test

@@ -299,7 +299,9 @@ def golden(architecture):
 
 
 # Between them: rows, rings, recurrent and compressed state, an indexer, grouped routing, many pairs of experts.
-@pytest.mark.parametrize("architecture", ["deepseek4", "solar-open2", "mimo2", "bailingmoe3"])
+@pytest.mark.parametrize(
+    "architecture", ["mimo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek4", "solar-open2", "bailingmoe3"))]
+)
 def test_metal_computes_the_goldens(architecture):
     run = golden(architecture)
     cases = run.arrays(run.cases)

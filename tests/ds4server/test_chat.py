@@ -296,8 +296,15 @@ def test_stats_tell_what_happened(server, api):
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("think", [True, False])
+@pytest.mark.parametrize(
+    ("think", "tools"),
+    [
+        (True, TOOLS),
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, TOOLS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_growing_conversation_computes_only_what_is_new(api, server, tools, think):
     """Eight turns whose history is what the server answered. Every answer equals that of a server that reuses nothing."""
     messages, spent = [], []
