@@ -300,7 +300,8 @@ def golden(architecture):
 
 # Between them: rows, rings, recurrent and compressed state, an indexer, grouped routing, many pairs of experts.
 @pytest.mark.parametrize(
-    "architecture", ["mimo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek4", "solar-open2", "bailingmoe3"))]
+    "architecture",
+    ["mimo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek4", "solar-open2", "bailingmoe3"))],
 )
 def test_metal_computes_the_goldens(architecture):
     run = golden(architecture)
