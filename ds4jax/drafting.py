@@ -40,7 +40,7 @@ from ds4ref.state import Recurrent, Rows
 from . import families, primitives
 from .compilation import compile_options
 from .layers import layer_tensors
-from .model import _cleared, _operands, rounded
+from .model import _cleared, _operands, rounded, sizes_used
 from .state import Chunk, Sequences, allocate
 from .weights import pack
 
@@ -118,10 +118,9 @@ class Chain:
     @property
     def most_programs(self):
         """Programs there can be: per length of the past one per size of a chunk and one per further draft."""
-        sizes = {rounded(n, self._sizes, self.model.chunk) for n in range(1, self.model.chunk + 1)}
         blocks = len(self.layouts)
         further = 1 if blocks == 1 else sum(range(1, blocks))
-        return len(self.model._buckets) * (len(sizes) + further)
+        return len(self.model._buckets) * (sizes_used(self._sizes, self.model.chunk) + further)
 
     def new(self, start=0):
         """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
@@ -250,7 +249,7 @@ class Block:
     @property
     def most_programs(self):
         """Programs there can be: one per size of a chunk, that of a block's rows, and that of a draft's logits."""
-        return len({rounded(n, self._sizes, self.model.chunk) for n in range(1, self.model.chunk + 1)}) + 2
+        return sizes_used(self._sizes, self.model.chunk) + 2
 
     def new(self, start=0):
         """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
@@ -434,14 +433,15 @@ def _restored(spoiled, saved, slot):
     return jax.tree.map(lambda array, held: lax.dynamic_update_slice_in_dim(array, held, slot, axis=1), spoiled, saved)
 
 
-def attach(model, path=None):
+def attach(model, sidecar=None):
     """The drafter of a :class:`ds4jax.model.Model`, which from now on watches what it reads. Arguments and errors are those of
     :func:`ds4ref.drafting.attach`; ArtifactError too where ds4jax has no arithmetic for it."""
     target = SimpleNamespace(
         artifact=model.artifact, family=model.family, config=model.config, weights=model._host, dtype=np.float32
     )
-    like = reference.attach(target, path)
-    artifact = model.artifact if path is None else path if isinstance(path, Artifact) else Artifact.open(path)
+    if sidecar is not None and not isinstance(sidecar, Artifact):
+        sidecar = Artifact.open(sidecar)
+    like, artifact = reference.attach(target, sidecar), sidecar or model.artifact
     module = families.drafter(like.module)
     if module is None:
         raise ArtifactError(f"{artifact.path.name}: ds4jax does not implement the drafter of {model.artifact.architecture}")
@@ -456,7 +456,7 @@ def tensors(module, like, artifact):
     that drafts like its module, ``artifact`` the file that holds it."""
     if hasattr(module, "draft_tensors"):
         return module.draft_tensors(like.config, artifact)
-    found = module.tensors_of(like.config, artifact) if hasattr(module, "tensors_of") else artifact.tensors
+    found = families.named(module, like.config, artifact)
     return {}, [layer_tensors(found, "blk.{i}.", like.layers + d) for d in range(len(like.layouts))]
 
 

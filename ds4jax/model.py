@@ -39,6 +39,11 @@ def rounded(n, steps, most):
     return min(most, next((step for step in steps if step >= n), most))
 
 
+def sizes_used(steps, most):
+    """How many of ``steps`` the numbers from 1 to ``most`` are rounded up to."""
+    return len({rounded(n, steps, most) for n in range(1, most + 1)})
+
+
 def buckets(least, most):
     """Lengths of the past that programs are made for: powers of four from ``least``, then ``most`` itself."""
     steps = [least]
@@ -138,10 +143,9 @@ class Model:
     def most_programs(self):
         """Programs there can be: one per chunk size, length of the past, number of rows, and kind of logits; of trials one per
         size, length and number of rows, and one that keeps per size and number."""
-        sizes = {rounded(n, self._sizes, self.chunk) for n in range(1, self.chunk + 1)}
         rows = {min(self.banks, 1 << (n - 1).bit_length()) for n in range(1, self.banks + 1)}
         trials = len(self.trial_sizes) * (len(self._buckets) + 1)
-        return len(rows) * (2 * len(sizes) * len(self._buckets) + trials)
+        return len(rows) * (2 * sizes_used(self._sizes, self.chunk) * len(self._buckets) + trials)
 
     def new_state(self):
         """An empty sequence in a free bank. ValueError when all are taken (``Bank.release`` gives one back)."""

@@ -80,5 +80,9 @@ def drafter(module):
 def tensors(artifact, config):
     """Name → tensor of those that are loaded, by the names and in the shapes that the family's module reads."""
     family = of(artifact)
-    found = family.tensors_of(config, artifact) if hasattr(family, "tensors_of") else artifact.tensors
-    return {name: tensor for name, tensor in found.items() if family.uses(config, name)}
+    return {name: tensor for name, tensor in named(family, config, artifact).items() if family.uses(config, name)}
+
+
+def named(module, config, artifact):
+    """Name → tensor of all that a file holds, by the names and in the shapes that a module of this package reads."""
+    return module.tensors_of(config, artifact) if hasattr(module, "tensors_of") else artifact.tensors

@@ -61,9 +61,7 @@ def draft_input(c, top, h):
 
 def draft_block(c, d, top, w, state, hidden, tokens):
     """Run the predictor on hidden rows [B, T, D] and the tokens [B, T] after them → rows for its head and its next step."""
-    x = nextn.joined(top, w, hidden, tokens, c.norm_eps)
-    x = x + attention(c, c.layers + d, w, state, rms_norm(x, w["attn_norm.weight"], c.norm_eps))
-    x = x + feed_forward(c, w, rms_norm(x, w["ffn_norm.weight"], c.norm_eps))
+    x = layer(c, c.layers + d, w, state, nextn.joined(top, w, hidden, tokens, c.norm_eps))
     return rms_norm(x, w["nextn.shared_head_norm.weight"], c.norm_eps)
 
 
