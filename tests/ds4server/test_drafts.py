@@ -12,7 +12,7 @@ from ds4server.lanes import CONTINUOUS, SERIAL, Environment
 from ds4server.scheduler import Schedule
 
 from . import test_keeper
-from .test_scheduler import ENVIRONMENTS, PROMPTS, arrive, check_answer, check_law_9, drain, one_pass, scheduler
+from .test_scheduler import ENVIRONMENTS, PROMPTS, arrive, check_answer, check_law_9, drain, one_pass, played, scheduler
 from .toymodel import LAYOUTS, Drafter, Target, Toy, TrialToy, cold, heard, job
 
 JOBS = st.fixed_dictionaries({
@@ -58,23 +58,14 @@ def test_any_company_gives_the_answer_without_drafts(
     model = (grouped or Toy)(layout, chunk)
     found = opened(model, right, length, margin, lanes, width=max(2, env.width), env=env, schedule=Schedule(sched, live),
                    grouped=grouped is not None)  # fmt: skip
-    jobs, cancelled = [], set()
-    for step in steps:
-        if isinstance(step, dict):
-            jobs.append(job(**step))
-            arrive(found, jobs[-1])
-        elif step == "pass":
-            one_pass(found)
-        elif step < len(jobs):
-            cancelled.add(jobs[step])
-            jobs[step].cancel()
-            one_pass(found)
-            assert jobs[step].outcome is not None, "cancellation within a pass"
+
+    def stepped():
         for row in found.rows:
             if row.speculator is not None and row.job.generation.generated:
                 assert row.state.tokens == [*row.job.generation.prompt, *row.job.generation.generated[:-1]]
                 assert row.speculator.draft.length == row.state.length
-    drain(found)
+
+    jobs, cancelled = played(found, steps, stepped)
     for done in jobs:
         generation = done.generation
         if done.outcome != "completed":

@@ -63,6 +63,28 @@ def drain(found, passes=3000):
     assert not any(bank.protected for bank in found.reuser.banks)
 
 
+def played(found, steps, stepped):
+    """Take ``steps``, each followed by ``stepped()``, and all jobs to their end: (jobs, those that were cancelled).
+
+    A step is a job's arguments, "pass", or the number of a job to cancel.
+    """
+    jobs, cancelled = [], set()
+    for step in steps:
+        if isinstance(step, dict):
+            jobs.append(job(**step))
+            arrive(found, jobs[-1])
+        elif step == "pass":
+            one_pass(found)
+        elif step < len(jobs):
+            cancelled.add(jobs[step])
+            jobs[step].cancel()
+            one_pass(found)
+            assert jobs[step].outcome is not None, "cancellation within a pass"
+        stepped()
+    drain(found)
+    return jobs, cancelled
+
+
 def check_answer(layout, done):
     tokens, last = heard(done)
     assert isinstance(last, Ended) and done.outcome == "completed"
@@ -117,21 +139,13 @@ ENVIRONMENTS = st.sampled_from([
 def test_any_company_gives_the_cold_answer(layout, steps, env, live, sched, chunk, grouped):
     model = Toy(layout, chunk)
     found = scheduler(model, max(2, env.width), env=env, schedule=Schedule(sched, live), grouped=grouped)
-    jobs, cancelled = [], set()
-    for step in steps:
-        if isinstance(step, dict):
-            jobs.append(job(**step))
-            arrive(found, jobs[-1])
-        elif step == "pass":
-            one_pass(found)
-        elif step < len(jobs):
-            cancelled.add(jobs[step])
-            jobs[step].cancel()
-            begun = found.counts["decoded"], found.counts["prefill_computed"]
-            one_pass(found)
-            assert jobs[step].outcome is not None, "cancellation within a pass"
-            assert found.counts["decoded"] - begun[0] <= env.width + 1
-    drain(found)
+    decoded = [0]
+
+    def stepped():
+        decoded.append(found.counts["decoded"])
+        assert decoded[-1] - decoded[-2] <= env.width + 1
+
+    jobs, cancelled = played(found, steps, stepped)
     for done in jobs:
         if done.outcome == "completed":
             check_answer(layout, done)
