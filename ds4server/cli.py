@@ -27,6 +27,7 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 PLAIN_FOLDERS = {"gguf", "models", "weights"}
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NPROC")
 
+
 class StartError(RuntimeError):
     """The process cannot serve: one sentence. Exit code 1."""
 

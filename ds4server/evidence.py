@@ -24,7 +24,7 @@ DEVICE_CHUNK = 256  # rows of a forward pass on JAX where neither flag nor varia
 
 
 @dataclass(frozen=True)
-class Drafts:
+class Drafting:
     """What drafting takes. tensors: of a drafter's own file, where it is loaded; layouts: of the blocks in use; length: of the
     drafts, None where nobody drafts."""
 
@@ -53,7 +53,7 @@ class Found:
     backend: backends.Backend | None = None
     failure: str | None = None
     drafter: drafters.Drafter | None = None
-    drafts: Drafts = Drafts()
+    drafts: Drafting = Drafting()
 
 
 def before_open(request, path, toy=False):
@@ -89,7 +89,7 @@ def before_open(request, path, toy=False):
         **told, platform=backend.platform, ipc_pending=request.manifest is not None,
         because={fact: why for fact, why in because.items() if why is not None},
     )  # fmt: skip
-    drafts = Drafts.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
+    drafts = Drafting.of(drafter, resolve(request, row, facts))  # speculation does not depend on the memory
     if config is not None and request.ctx > 0:
         budgets = _budgets(request, row, artifact, config, backend, facts.native_chunk or 1, drafter, drafts)
         facts = replace(facts, budgets=budgets)
@@ -229,7 +229,7 @@ def after_open(found, model, reuser, layout, serving=None, loaded=None):
     device = found.backend.name != "reference"
     fitted = 1 if found.row.banks == "serial" else min(serving or len(reuser.banks), len(reuser.banks))
     facts, budgets = found.facts, found.facts.budgets
-    drafts = Drafts() if loaded is None else found.drafts
+    drafts = Drafting() if loaded is None else found.drafts
     if budgets is not None:
         memory = host.memory(found.backend.name)
         budgets = replace(budgets, available=memory.available, domain=memory.domain, host_available=memory.host_available)
