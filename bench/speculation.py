@@ -19,8 +19,10 @@ from ds4jax.model import Model
 from ds4jax.speculative import Target
 from ds4ref.chat import Options
 from ds4ref.conversation import Conversation
+from ds4ref.generation import run
 from ds4ref.sampling import SamplingParams
 from ds4ref.speculative import Speculator
+from ds4ref.speculative import run as run_with_drafts
 
 PROMPTS = (
     "Hello", "Who are you?", "What did the Queen say?", "Tell me about the garden.", "What happened next?",
@@ -43,22 +45,18 @@ class Runner:
             ids, SamplingParams(temperature=0), budget=self.most, context=CONTEXT, prompt=prompt
         )  # fmt: skip
         bank = self.model.new_state()
-        generation.start()
         try:
-            if not width:
-                logits = self.model.prefill(bank, generation.prompt)
-                begin = time.perf_counter()
-                while generation.finish is None:
-                    step = generation.accept(logits)
-                    if generation.finish is None:
-                        logits = self.model.step(bank, step.token)
-                return generation.generated, time.perf_counter() - begin, None
-            speculator = Speculator(Target(self.model, bank), self.drafter, width)
-            speculator.prefill(generation.prompt)
+            if width:
+                speculator = Speculator(Target(self.model, bank), self.drafter, width)
+                speculator.prefill(ids)
+                steps = run_with_drafts(speculator, generation, prompt=())
+            else:
+                speculator = None
+                self.model.prefill(bank, ids)
+                steps = run(self.model, bank, generation, prompt=())
             begin = time.perf_counter()
-            generation.accept(bank.logits)
-            while generation.finish is None:
-                speculator.advance(generation)
+            for _ in steps:
+                pass
             return generation.generated, time.perf_counter() - begin, speculator
         finally:
             bank.release()

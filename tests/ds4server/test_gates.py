@@ -21,6 +21,7 @@ from ds4server.keeper import Keeper
 from ds4server.kvpolicy import Options
 from ds4server.kvstore import Form, Store
 from ds4server.lanes import CONTINUOUS, Environment, Needs
+from ds4server.qualify import MODEL, PREDICTORS
 from ds4server.scheduler import Schedule, Scheduler
 
 from .test_scheduler import arrive, drain, one_pass
@@ -172,8 +173,6 @@ DRAFTERS = {
     "qwen35": (None,), "qwen4exp": (None,), "step35": ("mtp.gguf",),
 }  # fmt: skip
 """Golden folder → its drafters: sidecars, or None for the predictor in the model's file."""
-ARTIFACTS = {"qwen35": "model-mtp.gguf"}
-"""Where that is another file than ``model.gguf``."""
 
 
 class Helped:
@@ -212,7 +211,7 @@ class Helped:
 
 def drafting_on(backend, arch, sidecar):
     """(a golden model on a backend, its cold reference, its drafter, what it drafts for)."""
-    file, sidecar = RUNS[arch].path(ARTIFACTS.get(arch, "model.gguf")), sidecar and RUNS[arch].path(sidecar)
+    file, sidecar = RUNS[arch].path(PREDICTORS.get(arch, MODEL)), sidecar and RUNS[arch].path(sidecar)
     cold = _model(file, np.float32, ())
     if backend == "reference":
         return cold, cold, drafting.attach(cold, sidecar), Stepwise
