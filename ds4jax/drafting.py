@@ -24,7 +24,7 @@ Letters: B banks, always one here; T tokens, D hidden, V vocabulary.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from weakref import ref
 
@@ -117,10 +117,11 @@ class Chain:
 
     @property
     def most_programs(self):
-        """Programs there can be: per length of the past one per size of a chunk and one per further draft."""
+        """Programs there can be: per length of the past one per size of a chunk, alone or followed by so many of the best drafts,
+        and one per further draft."""
         blocks = len(self.layouts)
         further = 1 if blocks == 1 else sum(range(1, blocks))
-        return len(self.model._buckets) * (sizes_used(self._sizes, self.model.chunk) + further)
+        return len(self.model._buckets) * (sizes_used(self._sizes, self.model.chunk) * (1 + self.longest) + further)
 
     def new(self, start=0):
         """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
@@ -143,21 +144,21 @@ class Chain:
     def flush(self, draft):
         """Compute what was noted. → (rows of every block [1, T, …], how many of each are meant and where they begin,
         logits [V] of block 0's last); None where nothing was."""
-        if not draft.noted:
-            return None
+        return self._computed(draft, "chunk", _run_chunk)[:4] if draft.noted else None
+
+    def _computed(self, draft, name, run, more=0, *also):
+        """:meth:`flush` by the program of that name, followed by what else it gives. more: rows that it adds."""
         count, blocks = len(draft.noted), range(len(self.layouts))
-        skips = [0]
-        for d in blocks[1:]:
-            skips.append(0 if draft.hidden[d] is not None else min(count, skips[-1] + 1))
+        skips = self._skips(draft)
         size = rounded(count, self._sizes, self.model.chunk)
         rows = _rows_of([tap for tap, _ in draft.noted], size)
         tokens = np.zeros((1, size), np.int32)
         tokens[0, :count] = [token for _, token in draft.noted]
-        hidden = [jnp.zeros((), jnp.float32) if row is None else row for row in draft.hidden[1:]]
+        hidden = [np.float32(0) if row is None else row for row in draft.hidden[1:]]
         place = self._place(draft)
-        program = self._program(("chunk", self._bucket(draft, count)), _run_chunk, 1)
-        outs, waiting, logits, self._arrays = program(
-            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place
+        program = self._program((name, more, self._bucket(draft, count + more)), run, 1)
+        outs, waiting, logits, self._arrays, *also = program(
+            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place, *also
         )
         for d in blocks:
             valid = count - skips[d]
@@ -165,17 +166,28 @@ class Chain:
             if d + 1 < len(self.layouts) and valid:
                 draft.hidden[d + 1] = waiting[d]
         draft.noted = []
-        return outs, skips, count, logits
+        return outs, skips, count, logits, *also
+
+    def _skips(self, draft):
+        """Per block how many of the noted tokens come before its first row."""
+        skips = [0]
+        for hidden in draft.hidden[1:]:
+            skips.append(0 if hidden is not None else min(len(draft.noted), skips[-1] + 1))
+        return skips
 
     def propose(self, draft, token, count, choose):
-        """As :meth:`ds4ref.drafting.Chain.propose`."""
+        """As :meth:`ds4ref.drafting.Chain.propose`. One program for all drafts where ``choose`` just takes the best."""
         count, token = min(count, self.longest, self.model.context - draft.length), int(token)
         if count < 1 or draft.last is None:
             return []
         if draft.ahead is None:
             draft.noted.append((draft.last, token))
+            barred = getattr(choose, "barred", None)
+            if barred is not None and self._skips(draft)[-1] < len(draft.noted):
+                best = self._best(draft, token, count, barred)
+                return choose.took(*(np.asarray(values).tolist() for values in best))
             outs, _, noted, logits = self.flush(draft)
-            draft.ahead = token, np.asarray(logits), outs[0][:, noted - 1 : noted]
+            draft.ahead = token, logits, outs[0][:, noted - 1 : noted]
         elif draft.ahead[0] != token:
             draft.restart()
             return []
@@ -183,17 +195,22 @@ class Chain:
         saved = None if self._lasting or count == 1 else _saved(_spoiled(self.layouts, self._arrays), draft.slot)
         drafts, rows = [], (row,)
         try:
-            while (chosen := choose(logits)) is not None:
+            while (chosen := choose(np.asarray(logits))) is not None:
                 drafts.append(chosen)
                 if len(drafts) == count:
                     break
                 rows, logits = self._further(draft, rows, drafts)
         finally:
             if saved is not None:
-                back = _restored(_spoiled(self.layouts, self._arrays), saved, draft.slot)
-                for state, held in zip(self._arrays, back, strict=True):
-                    state.update({name: state[name] | arrays for name, arrays in held.items()})
+                self._arrays = _with(self._arrays, _restored(_spoiled(self.layouts, self._arrays), saved, draft.slot))
         return drafts
+
+    def _best(self, draft, token, count, barred):
+        """The best tokens, one after another, but for those ``barred``, and their leads. The last token noted is ``token``."""
+        run, mask = partial(_run_best, count), _mask(self.model.vocabulary, barred)
+        _, _, _, logits, row, best = self._computed(draft, "best", run, count - 1, mask)
+        draft.ahead = token, logits, row
+        return best
 
     def _further(self, draft, rows, drafts):
         """The rows of the next block, or of the only one, and the logits [V] of the draft after ``drafts``. rows: of the one
@@ -209,7 +226,7 @@ class Chain:
         lengths, *place = self._place(draft)
         program = self._program(("further", d, self._bucket(draft, n)), partial(_run_further, d), 1)
         out, logits, self._arrays[d] = program(self._weights, self._arrays[d], rows, known, lengths[d : d + 1] + at, *place)
-        return (out,), np.asarray(logits)
+        return (out,), logits
 
     def _place(self, draft):
         """Where a draft stands, as arguments of the programs: rows of every block [D], position of the first, slot."""
@@ -248,8 +265,9 @@ class Block:
 
     @property
     def most_programs(self):
-        """Programs there can be: one per size of a chunk, that of a block's rows, and that of a draft's logits."""
-        return sizes_used(self._sizes, self.model.chunk) + 2
+        """Programs there can be: one per size of a chunk, that of a block's rows, that of a draft's logits, and one per number of
+        best drafts."""
+        return sizes_used(self._sizes, self.model.chunk) + 2 + self.longest
 
     def new(self, start=0):
         """A :class:`Draft` that follows a target of ``start`` tokens from now on."""
@@ -280,6 +298,11 @@ class Block:
         if count < 1 or not self._like.ready(self.config, SimpleNamespace(length=draft.lengths[0]), draft.start):
             return []
         count, anchor, drafts = min(count, self.longest), int(token), []
+        if (barred := getattr(choose, "barred", None)) is not None:
+            program = self._program(("best", count), partial(_run_best_rows, count))
+            place = np.array([anchor], np.int32), *self._place(draft)
+            best = program(self._weights, self._arrays, *place, _mask(self.model.vocabulary, barred))
+            return choose.took(*(np.asarray(values).tolist() for values in best))
         rows = self.rows(draft, anchor, count)
         for n in range(count):
             previous = np.array(drafts[-1:] or [anchor], np.int32)
@@ -336,6 +359,31 @@ def _run_chunk(module, c, layouts, profile, bucket, weights, arrays, rows, hidde
         return outs, waiting, logits[0, 0], after
 
 
+def _run_best(count, module, c, layouts, profile, bucket, weights, arrays, *pairs_and_barred):
+    """:func:`_run_chunk`, followed by the ``count`` best drafts one after another, but for tokens ``barred``, bool [V].
+
+    → (what that gives; the last row of block 0 [1, 1, …]; what :func:`_best_of` gives of each)
+    """
+    *pairs, barred = pairs_and_barred
+    rows, hidden, tokens, noted, skips, lengths, origin, slot = pairs
+    outs, waiting, logits, after = _run_chunk(module, c, layouts, profile, bucket, weights, arrays, *pairs)
+    held = [None, *(jnp.where(noted > skips[d], row, hidden[d]) for d, row in enumerate(waiting))]
+    lengths = lengths + noted - skips
+    first = lax.dynamic_slice_in_dim(outs[0], noted - 1, 1, axis=1)
+    saved = _saved(_spoiled(layouts, after), slot[0])
+    best, out, row = [], logits, (first,)
+    for n in range(count):
+        if n:
+            d, at, row = (0, n - 1, row) if len(layouts) == 1 else (n, 0, (held[n], *(row if n > 1 else ())))
+            known = jnp.stack([draft for draft, _ in best[-sum(part.shape[1] for part in row) :]])[None]
+            chunk = lengths[d : d + 1] + at, origin, slot
+            made, out, after[d] = _run_further(d, module, c, layouts, profile, bucket, weights, after[d], row, known, *chunk)
+            row = (made,)
+        best.append(_best_of(out, barred))
+    after = _with(after, _restored(_spoiled(layouts, after), saved, slot[0]))
+    return outs, waiting, logits, after, first, _stacked(best)
+
+
 def _run_further(d, module, c, layouts, profile, bucket, weights, arrays, rows, tokens, lengths, origin, slot):
     """Block d over a few rows, in parts [1, n, …], and the tokens [1, T] after them. → (rows [1, T, …], logits [V], state)"""
     with primitives.using(profile):
@@ -360,6 +408,36 @@ def _run_rows(module, c, layout, profile, weights, arrays, anchor, count, length
     with primitives.using(profile):
         state = Sequences(layout, arrays, Chunk(lengths, jnp.zeros_like(count), 1, 1, slot, origin))
         return module.draft_rows(c, weights["top"], weights["layers"], state, anchor, count)
+
+
+def _run_best_rows(count, module, c, layout, profile, weights, arrays, anchor, lengths, origin, slot, barred):
+    """The ``count`` best drafts of a block, one after another, but for tokens ``barred``, bool [V]: :func:`_best_of` of each."""
+    given = lengths, origin, slot
+    rows = _run_rows(module, c, layout, profile, weights, arrays, anchor, jnp.full(1, count, jnp.int32), *given)
+    best, previous = [], anchor
+    for n in range(count):
+        best.append(_best_of(_run_logits(module, c, layout, profile, weights, rows, n, previous), barred))
+        previous = best[-1][0][None]
+    return _stacked(best)
+
+
+def _best_of(logits, barred):
+    """(the best token of logits [V] that is not ``barred``, by how much the best of all leads the second best)"""
+    others = jnp.where(jnp.arange(len(logits)) == jnp.argmax(logits), -jnp.inf, logits)
+    return jnp.argmax(jnp.where(barred, -jnp.inf, logits)).astype(jnp.int32), jnp.max(logits) - jnp.max(others)
+
+
+def _stacked(best):
+    """Pairs of :func:`_best_of` as two arrays."""
+    return tuple(jnp.stack(values) for values in zip(*best, strict=True))
+
+
+@lru_cache(8)
+def _mask(vocabulary, barred):
+    """bool [V] on the device: which tokens are ``barred``, a frozenset of ids."""
+    mask = np.zeros(vocabulary, bool)
+    mask[list(barred)] = True
+    return jax.device_put(mask)
 
 
 def _run_logits(module, c, layout, profile, weights, rows, n, previous):
@@ -420,6 +498,14 @@ def _spoiled(layouts, arrays):
             if not isinstance(kind, Rows)
         }
         for layout, held in zip(layouts, arrays, strict=True)
+    ]
+
+
+def _with(arrays, spoiled):
+    """The state with arrays of :func:`_spoiled` in the place of its own."""
+    return [
+        held | {name: held[name] | arrays for name, arrays in of_block.items()}
+        for held, of_block in zip(arrays, spoiled, strict=True)
     ]
 
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from .drafting import follow
 from .guidance import excluded
-from .sampling import Counts, distribution, draw, uniform
+from .sampling import Counts, distribution, draw, sample, uniform
 
 DRAW, DRAFT, KEEP = 0, 1, 2  # lanes of random numbers
 
@@ -65,10 +65,7 @@ class Drafted(np.ndarray):
     def settle(self, params, position, *, counts, banned, choice):
         """The position's token by :func:`judge`; arguments and errors are those of ``sampling.sample``."""
         p = distribution(self, params, counts=counts, banned=banned)
-        if params.temperature == 0:
-            u = v = 0.0
-        else:
-            u, v = (uniform(params.seed, choice, position, lane) for lane in (KEEP, DRAW))
+        u, v = (uniform(params.seed, choice, position, lane) for lane in (KEEP, DRAW))
         return int(judge(p, self.q, self.draft, u, v))
 
 
@@ -154,7 +151,7 @@ class Stepwise:
 @dataclass(frozen=True)
 class Trial:
     """What is to be judged. tokens: those that the target consumes on trial, the newest of the answer first; drafts: ids; qs:
-    the distribution [V] that each came from."""
+    the distribution [V] that each was drawn from, none where drafts are what the answer would have after such logits."""
 
     tokens: list[int]
     drafts: list[int]
@@ -234,7 +231,7 @@ class Speculator:
         return steps
 
     def _propose(self, generation, token, most):
-        """(drafts, the distribution that each came from): no more than context and budget leave room for."""
+        """(drafts, ``Trial.qs`` of them): no more than context and budget leave room for."""
         limit = min(generation.budget, generation.context - len(generation.prompt))
         width = min(self.pace.width(), limit - len(generation.generated) - 1)
         if most is not None:
@@ -247,8 +244,8 @@ class Speculator:
     def _accept(self, generation, rows, drafts, qs):
         """(steps, drafts judged, drafts kept). Judging stops with the first draft that is not kept and with the answer."""
         steps, kept = [], 0
-        for row, draft, q in zip(rows, drafts, qs, strict=False):
-            steps.append(generation.accept(row if generation.params.repeats else Drafted.of(row, draft, q)))
+        for n, (row, draft) in enumerate(zip(rows, drafts, strict=False)):
+            steps.append(generation.accept(Drafted.of(row, draft, qs[n]) if qs else row))
             if steps[-1].token != draft:
                 break
             kept += 1
@@ -269,8 +266,25 @@ class _Chooser:
         self.position = len(generation.prompt) + len(generation.generated)
         self.drafts, self.counts, self.ended = [], None, False
 
+    @property
+    def barred(self):
+        """Ids that are not drafted, where every draft is just the best of the others; None where more is to be asked."""
+        params = self.params
+        if params.temperature or params.penalised or params.logit_bias or self.mask is not None:
+            return None
+        return self.generation.policy.masked(self.tracker is not None and self.tracker.is_open)
+
+    def took(self, best, leads):
+        """What of the ``best`` tokens is drafted: up to an end token, or to one whose logit leads by less than the margin."""
+        for token, lead in zip(best, leads, strict=True):
+            if self.ended or (self.margin and lead < self.margin):
+                break
+            self.drafts.append(token)
+            self.ended = self.generation.policy.is_end(token)
+        return self.drafts
+
     def __call__(self, logits):
-        """The next draft, whose distribution joins ``qs``; None where drafting had better stop."""
+        """The next draft, whose distribution joins ``qs`` where it was drawn; None where drafting had better stop."""
         if self.ended or (self.margin and _lead(logits) < self.margin):
             return None
         params, policy = self.params, self.generation.policy
@@ -281,13 +295,12 @@ class _Chooser:
         banned = self._banned(len(logits))
         if banned is None:
             return None
-        q = distribution(logits, params, counts=self.counts, banned=banned)
-        if params.temperature == 0:
-            token = int(np.argmax(q))
+        choice, allowed = self.generation.choice, {"counts": self.counts, "banned": banned}
+        if params.temperature == 0 or params.repeats:
+            token = sample(logits, params, self.position, choice=choice, **allowed)
         else:
-            lane = DRAW if params.repeats else DRAFT
-            token = draw(q, uniform(params.seed, self.generation.choice, self.position, lane))
-        self.qs.append(q)
+            self.qs.append(distribution(logits, params, **allowed))
+            token = draw(self.qs[-1], uniform(params.seed, choice, self.position, DRAFT))
         self.drafts.append(token)
         self.ended = policy.is_end(token)
         self.position += 1

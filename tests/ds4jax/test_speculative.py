@@ -217,6 +217,46 @@ def test_a_draft_depends_on_what_was_consumed_alone(arch, file, sidecar):
     assert len(proposal(drafter, followed(), 7)[0]) == 3
 
 
+class Best:
+    """Takes the best tokens but for ``barred`` ones."""
+
+    def __init__(self, barred):
+        self.barred = frozenset(barred)
+
+    def took(self, drafts, leads):
+        assert len(leads) == len(drafts) and all(lead >= 0 for lead in leads)
+        return drafts
+
+    def __call__(self, logits):
+        logits = np.array(logits)
+        logits[list(self.barred)] = -np.inf
+        return int(np.argmax(logits))
+
+
+@drafters([*CHAINS, *BLOCKS], always=("qwen35", "naive_n05_flash"))
+def test_the_best_drafts_of_one_program_are_those_chosen_one_by_one(arch, file, sidecar):
+    """From any point, for any number of them, whatever is barred; and nothing is left of them in the draft."""
+    model, drafter, prompts, _ = opened(arch, file, sidecar)
+    tokens, barred = prompts[1], []
+    with taken(model, 1) as (bank,):
+        taps = Target(model, bank).prefill(tokens, drafter.taps)
+    drafts = [drafter.new(0), drafter.new(0)]
+    for n, token in enumerate(tokens):
+        for draft in drafts:
+            drafter.extend(draft, token, taps[n])
+        following = tokens[n + 1] if n + 1 < len(tokens) else 7
+        if n in (0, 2, 3, 7, 12, len(tokens) - 1):
+            best, count = Best(barred), 1 + n % 3
+            slow = drafter.propose(drafts[0], following, count, best.__call__)
+            assert drafter.propose(drafts[1], following, count, best) == slow
+            barred = [*barred[-3:], *slow]
+            for draft in drafts:  # again from where a proposal has been made
+                assert drafter.propose(draft, following, count, Best([]).__call__) == drafter.propose(
+                    drafts[0], following, count, Best([])
+                )
+    assert barred
+
+
 def test_what_cannot_draft_says_so(tmp_path):
     model = Model.open(GOLDEN / "qwen35" / "model-mtp.gguf", context=16)
     with pytest.raises(ArtifactError, match="takes no draft sidecar"):

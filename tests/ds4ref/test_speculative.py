@@ -12,7 +12,7 @@ from ds4ref import speculative
 from ds4ref.generation import Generation
 from ds4ref.generation import run as run_plain
 from ds4ref.sampling import Counts, SamplingParams, distribution, sample, uniform
-from ds4ref.speculative import Drafted, Pace, Speculator, Stepwise, judge, run, verify_together
+from ds4ref.speculative import DRAW, KEEP, Drafted, Pace, Speculator, Stepwise, judge, run, verify_together
 from ds4ref.state import State
 from ds4ref.stop import Finish, ReasoningTracker, StopPolicy
 
@@ -168,14 +168,16 @@ def test_equal_distributions_keep_every_draft():
 
 
 def test_the_sampler_lets_drafted_logits_settle():
-    logits = np.random.default_rng(0).normal(size=V).astype(np.float32)
-    best = int(np.argmax(logits))
-    greedy = SamplingParams(temperature=0)
-    for draft in (best, (best + 1) % V):
-        assert sample(Drafted.of(logits, draft, np.eye(V)[draft]), greedy, 0) == best
-    assert sample(Drafted.of(logits, best, np.eye(V)[best]), greedy, 0, banned=(best,)) == np.argsort(logits)[-2]
+    rng = np.random.default_rng(0)
+    logits, q = rng.normal(size=V).astype(np.float32), rng.dirichlet(np.ones(V))
+    params, draft = SamplingParams(temperature=1.0, seed=7), 3
+    p = distribution(logits, params)
+    for position in range(50):
+        u, v = (uniform(7, 0, position, lane) for lane in (KEEP, DRAW))
+        assert sample(Drafted.of(logits, draft, q), params, position) == judge(p, q, draft, u, v)
+    assert sample(Drafted.of(logits, draft, q), params, 0, banned=(draft,)) != draft
     with pytest.raises(ValueError, match="every one is banned"):
-        sample(Drafted.of(logits, 0, np.eye(V)[0]), greedy, 0, banned=range(V))
+        sample(Drafted.of(logits, 0, q), params, 0, banned=range(V))
 
 
 # Whole answers of a toy model -----------------------------------------------------------------------------------------
