@@ -117,8 +117,8 @@ class Chain:
 
     @property
     def most_programs(self):
-        """Programs there can be: per length of the past one per size of a chunk, alone or followed by so many of the best drafts,
-        and one per further draft."""
+        """Programs there can be: per length of the past one per size of a chunk, alone or followed by the best drafts, of which
+        there may be any number, and one per further draft."""
         blocks = len(self.layouts)
         further = 1 if blocks == 1 else sum(range(1, blocks))
         return len(self.model._buckets) * (sizes_used(self._sizes, self.model.chunk) * (1 + self.longest) + further)
@@ -265,8 +265,8 @@ class Block:
 
     @property
     def most_programs(self):
-        """Programs there can be: one per size of a chunk, that of a block's rows, that of a draft's logits, and one per number of
-        best drafts."""
+        """Programs there can be: one per size of a chunk, that of a block's rows, that of a draft's logits, and one per
+        number of drafts that are the best."""
         return sizes_used(self._sizes, self.model.chunk) + 2 + self.longest
 
     def new(self, start=0):
@@ -411,7 +411,7 @@ def _run_rows(module, c, layout, profile, weights, arrays, anchor, count, length
 
 
 def _run_best_rows(count, module, c, layout, profile, weights, arrays, anchor, lengths, origin, slot, barred):
-    """The ``count`` best drafts of a block, one after another, but for tokens ``barred``, bool [V]: :func:`_best_of` of each."""
+    """What :func:`_best_of` gives of the ``count`` best drafts of a block, one after another, but for tokens ``barred``."""
     given = lengths, origin, slot
     rows = _run_rows(module, c, layout, profile, weights, arrays, anchor, jnp.full(1, count, jnp.int32), *given)
     best, previous = [], anchor

@@ -29,6 +29,7 @@ drafts. Knows nothing about families, files or text: any target with the verbs o
 ``drafting``.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,18 +70,48 @@ class Drafted(np.ndarray):
         return int(judge(p, self.q, self.draft, u, v))
 
 
+class Cost:
+    """What a draft costs in steps of the target: about a third until it is measured.
+
+    Whoever times passes tells (:meth:`took`). A pass with drafts is compared with those without of as many sequences, and
+    always the shortest of the newest ones counts: what makes others longer, a compilation or other work on the machine, is not
+    the drafts'. Knows nothing about what is computed.
+    """
+
+    newest, enough, stale = 8, 2, 64
+
+    def __init__(self, per_draft=0.3):
+        self.per_draft = per_draft
+        self._plain, self._drafted = {}, {}  # seconds by the number of sequences, and by that and the number of drafts
+        self._since = 0
+
+    def due(self, sequences):
+        """Whether the next pass of so many had better have no drafts, so that there is something to compare with."""
+        return len(self._plain.get(sequences, ())) < self.enough or self._since >= self.stale
+
+    def took(self, drafts, seconds):
+        """A pass took so long. drafts: of each sequence, how many."""
+        sequences, total = len(drafts), sum(drafts)
+        self._since = self._since + 1 if total else 0
+        held, key = (self._drafted, (sequences, total)) if total else (self._plain, sequences)
+        held.setdefault(key, deque(maxlen=self.newest)).append(seconds)
+        plain = min(self._plain.get(sequences, ()), default=None)
+        found = [(min(times), total) for (n, total), times in self._drafted.items() if n == sequences]
+        if plain and found:
+            self.per_draft = max(0.0, min((seconds / plain - 1) * sequences / total for seconds, total in found))
+
+
 @dataclass
 class Pace:
-    """How many drafts a trial is worth: as many as are likely enough to be kept.
+    """How many drafts a trial is worth: as many as give most tokens for what they cost.
 
-    ``rate`` estimates how often a draft is kept whose predecessors were, from the newest judgements. The n-th draft is then
-    kept with probability rateⁿ, and tried while that is at least ``worth``, about what one draft costs in steps of the target.
-    Where not even the first is, drafting pauses for ``rest`` tokens and then tries one again. Nothing is measured but
-    judgements, so the same seed gives the same trials.
+    ``rate`` estimates how often a draft is kept whose predecessors were, from the newest judgements. So n drafts give
+    1 + rate + … + rateⁿ tokens, in a trial of 1 + n · cost steps of the target. Where none gives most, drafting pauses for
+    ``rest`` tokens and then tries one again. With a cost that nobody measures the same seed gives the same trials.
     """
 
     most: int
-    worth: float = 0.3
+    cost: Cost = field(default_factory=Cost)
     rest: int = 32
     memory: float = 0.125
     rate: float = 1.0
@@ -93,18 +124,24 @@ class Pace:
         if self._resting:
             self._resting -= 1
             return 0
-        width = 1
-        while width < self.most and self.rate ** (width + 1) >= self.worth:
-            width += 1
-        return min(width, self.most)
+        return max(1, self._best())
 
     def judged(self, kept, rejected):
         """A trial kept so many drafts and rejected one more or none."""
         for outcome in [1.0] * kept + [0.0] * rejected:
             self.rate += self.memory * (outcome - self.rate)
-        if rejected and self.rate < self.worth:
+        if self._best() == 0:
             self.paused += 1
             self._resting = self.rest
+
+    def _best(self):
+        """The number of drafts that gives most tokens a step."""
+        best, most, tokens = 0, 1.0, 1.0
+        for n in range(1, self.most + 1):
+            tokens += self.rate**n
+            if tokens / (1 + n * self.cost.per_draft) > most:
+                best, most = n, tokens / (1 + n * self.cost.per_draft)
+        return best
 
 
 class Stepwise:
@@ -164,7 +201,8 @@ class Speculator:
 
     width: drafts of a trial at most; margin: a draft whose logit leads the second best by less ends the proposal; draft: what
     the drafter kept of this sequence (``drafting.follow`` says whether it still fits); mask: where the answer has a grammar,
-    ``mask(drafts)`` → what it excludes after so many drafts, ids or bool [V], None where none can follow (``guidance.Ahead``).
+    ``mask(drafts)`` → what it excludes after so many drafts, ids or bool [V], None where none can follow (``guidance.Ahead``);
+    cost: of a draft.
 
     Whoever verifies for several answers at once takes :meth:`advance` apart: ``prepare`` for each, :func:`verify_together`,
     ``settle`` for each.
@@ -176,6 +214,7 @@ class Speculator:
     margin: float = 0.0
     draft: object = None
     mask: object = None
+    cost: Cost = field(default_factory=Cost)
     trials: int = 0
     drafted: int = 0
     """Drafts that were judged."""
@@ -185,7 +224,7 @@ class Speculator:
     def __post_init__(self):
         if not 1 <= self.width <= self.drafter.longest:
             raise ValueError(f"a trial has 1 to {self.drafter.longest} drafts with this drafter, got {self.width}")
-        self.pace = Pace(self.width)
+        self.pace = Pace(self.width, self.cost)
         self.draft = follow(self.drafter, self.draft, self.state)
 
     @property

@@ -8,6 +8,7 @@ from math import prod
 
 from ds4ref import snapshots
 from ds4ref.chat import CallBegin, Prompt
+from ds4ref.speculative import Cost, Stepwise
 
 from . import banks, capabilities, host, identity, kvpolicy, pricing
 from .drafts import Drafts
@@ -53,7 +54,8 @@ def drafts(request, plan, row, loaded):
         lanes &= {SERIAL}
     forced, sampled = effective["mtp_mode"] == "on", row.sampled_speculation is not False
     length, margin = effective["mtp_draft"], request.mtp_margin
-    return Drafts(loaded.drafter, loaded.target, length, margin, forced, frozenset(lanes), sampled)
+    cost = None if loaded.target is Stepwise else Cost()  # the reference computes token by token: drafts never pay there
+    return Drafts(loaded.drafter, loaded.target, length, margin, forced, frozenset(lanes), sampled, cost)
 
 
 def memory(plan, model, count, loaded=None):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ds4ref.drafting import follows
 from ds4ref.guidance import Ahead
-from ds4ref.speculative import Speculator
+from ds4ref.speculative import Cost, Speculator
 
 from .lanes import LANES
 
@@ -23,7 +23,7 @@ SAMPLED = "drafting was asked for, and sampled requests of this family decode or
 class Drafts:
     """drafter: of ``ds4ref.drafting.attach`` or its like; target: (model, state) → what it drafts for; length: most drafts in a
     trial; margin: as ``Speculator``; forced: whether a request that does not draft says why; lanes: those that draft; sampled:
-    whether sampled requests do."""
+    whether sampled requests do; cost: of a draft, learnt from what passes take, None where it is not."""
 
     drafter: object
     target: object
@@ -32,6 +32,7 @@ class Drafts:
     forced: bool = False
     lanes: frozenset = frozenset(LANES)
     sampled: bool = True
+    cost: Cost | None = None
     _kept: dict = field(default_factory=dict)
 
     def refusal(self, job):
@@ -49,7 +50,8 @@ class Drafts:
         if not follows(draft, bank.state):
             draft = None  # let go before there is another
         mask = None if job.generation.guidance is None else Ahead(job.generation)
-        return Speculator(self.target(model, bank.state), self.drafter, self.length, self.margin, draft, mask)
+        target, cost = self.target(model, bank.state), self.cost or Cost()
+        return Speculator(target, self.drafter, self.length, self.margin, draft, mask, cost)
 
     def left(self, bank, speculator):
         """A job that drafted has left its bank as it stands."""

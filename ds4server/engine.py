@@ -130,6 +130,12 @@ class Engine:
             return self._banks
 
     @property
+    def draft_cost(self):
+        """Steps of the model that a draft costs, as measured; None where that is not done."""
+        drafts = self._scheduler.drafts
+        return None if drafts is None or drafts.cost is None else drafts.cost.per_draft
+
+    @property
     def body_bytes(self):
         """Bytes of the bodies of all jobs that have not ended."""
         return self._nbytes

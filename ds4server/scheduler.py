@@ -420,14 +420,19 @@ class Scheduler:
 
     def _try(self, rows):
         """One trial of each row."""
-        ready = []
+        ready, begin, cost = [], time.perf_counter(), self.drafts.cost if rows else None
+        compared = cost is not None and cost.due(len(rows))
         for row in rows:
             room = self.keeper.room(row.bank)  # the first token of a trial is no draft
+            most = 0 if compared else None if room is None else room - 1
             try:
-                ready.append((row, row.speculator.prepare(row.job.generation, None if room is None else room - 1)))
+                ready.append((row, row.speculator.prepare(row.job.generation, most)))
             except Exception:
                 self._fail(row)
-        for row, trial, seen in self._verified(ready):
+        found = self._verified(ready)
+        if cost is not None and len(found) == len(rows):
+            cost.took([len(trial.drafts) for _, trial, _ in found], time.perf_counter() - begin)
+        for row, trial, seen in found:
             try:
                 steps = self._settled(row, trial, seen)
             except Exception:

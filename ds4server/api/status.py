@@ -72,7 +72,7 @@ class Health(Get):
 class Stats(Get):
     def on_get(self, req, resp):
         service = self._service
-        seen, recent = look(service), service.engine.recent()
+        seen, recent, cost = look(service), service.engine.recent(), service.engine.draft_cost
         resp.media = {
             "uptime_seconds": round(seen.uptime, 3),
             "version": service.version,
@@ -95,7 +95,9 @@ class Stats(Get):
             "memory": memory(),
             "serving": service.plan.as_json(),
             "recent": recent,
-        } | ({"last_request": recent[0]} if recent else {})  # fmt: skip
+        }  # fmt: skip
+        resp.media |= {"last_request": recent[0]} if recent else {}
+        resp.media |= {} if cost is None else {"steps_per_draft": round(cost, 3)}
 
 
 class Metrics(Get):

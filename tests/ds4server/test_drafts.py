@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4ref.speculative import Cost
+from ds4server import scheduler as scheduling
 from ds4server.banks import Memory
 from ds4server.drafts import LANE, SAMPLED, Drafts
 from ds4server.jobs import BACKLOG, Ended, Failed
@@ -102,6 +104,26 @@ def test_a_drafter_that_is_never_right_is_paused_and_counted_once_a_request():
         check_answer("rows", done)
         assert done.accepted == 0 < done.drafted < 30
     assert found.counts["spec.quench"] == 2 and done.timings()["tok_per_step"] == 1
+
+
+@pytest.mark.parametrize(("a_token", "quenched"), [(0.1, 0), (1.0, 1)])
+def test_drafts_are_paused_where_passes_with_them_take_too_long(monkeypatch, a_token, quenched):
+    """Each token on trial beyond the first takes so many steps, and all are right."""
+    now, verify = 0.0, Target.verify
+
+    def slow(target, tokens, names):
+        nonlocal now
+        now += 1 + a_token * (len(tokens) - 1)
+        return verify(target, tokens, names)
+
+    monkeypatch.setattr(Target, "verify", slow)
+    monkeypatch.setattr(scheduling.time, "perf_counter", lambda: now)
+    found = opened(policy={"cost": Cost()})
+    done = ask(found, range(20), 60)
+    check_answer("rows", done)
+    assert done.accepted == done.drafted > 0 and found.counts["spec.quench"] == quenched
+    assert found.drafts.cost.per_draft == pytest.approx(a_token)
+    assert (done.drafted < 10) == (quenched == 1)
 
 
 def test_a_bank_keeps_its_draft_from_turn_to_turn():
