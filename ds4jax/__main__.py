@@ -52,7 +52,7 @@ def parser():
     def command(name, run, text):
         sub = add_command(commands, name, run, text)
         add_computing(sub, DTYPES)
-        sub.add_argument("--chunk", type=int, default=256, help="tokens of a prompt that are computed at a time")
+        sub.add_argument("--chunk", type=int, default=512, help="tokens of a prompt that are computed at a time")
         sub.add_argument("--platform", choices=platforms.NAMES, default="auto", help="where JAX computes")
         return sub
 

@@ -13,6 +13,7 @@ from functools import cache, reduce
 from operator import add
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ds4ref.quants import TensorType
@@ -131,6 +132,18 @@ def _fields(words, shifts, bits):
     return (words >> jnp.array(shifts, words.dtype)[:, None] & (1 << bits) - 1).astype(jnp.int32)
 
 
+def _parts(words, bits):
+    """Parts of ``bits`` bits of every byte of words [b, n, 1, …, W, C], low ones first: integers [b, n, parts, …, W, bytes, C].
+
+    In one expression: where arrays of the parts are joined, a fusion asks for every element which one it comes from.
+    """
+    width = words.dtype.itemsize
+    shifts = np.arange(0, 8, bits)[:, None] + np.arange(0, 8 * width, 8)
+    shifts = shifts.reshape(1, 1, len(shifts), *(1,) * (words.ndim - 4), width, 1)
+    words = words.view(f"u{width}")[..., None, :]
+    return (words >> jnp.array(shifts, words.dtype) & (1 << bits) - 1).astype(jnp.int32)
+
+
 def _q4_k_product(w, x):
     x = x.reshape(-1, 4, 2, 8, 4)  # sub-block 2g in the low nibbles of group g, 2g + 1 in the high ones
     sums = lax.optimization_barrier(_last_sum(x.reshape(-1, 4, 2, 32)))
@@ -146,8 +159,7 @@ def _q4_k_product(w, x):
 
 
 def _q4_k_chunk(w, lanes):
-    words = read(w, "q", lanes=lanes)[:, :, None]  # [b, 4, 1, 8, C]
-    q = jnp.concatenate([_fields(words, range(4 * h, 32, 8), 4) for h in range(2)], axis=2)
+    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)  # [b, 4, 2, 8, 4, C]
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None] for name in "dm")
     factors = d * _read_f32(w, "sc", lanes=lanes), m * _read_f32(w, "mn", lanes=lanes)
     scale, minimum = (f[:, :, :, None, None] for f in lax.optimization_barrier(factors))
@@ -173,8 +185,7 @@ def _q2_k_chunk(w, lanes):
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None, None] for name in "dm")
     factors = d * (s & 15).astype(jnp.float32), m * (s >> 4).astype(jnp.float32)  # [b, half, which 16, code, C]
     scale, minimum = (f.swapaxes(2, 3)[..., None, None, :] for f in lax.optimization_barrier(factors))
-    words = read(w, "q", lanes=lanes)[:, :, None]  # [b, half, 1, which 16, word, C]
-    q = jnp.concatenate([_fields(words, range(2 * k, 16, 8), 2) for k in range(4)], axis=2)
+    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 2)  # [b, half, code, which 16, word, byte, C]
     return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
 
 
@@ -194,8 +205,7 @@ def _nibbles_product(w, x):
 
 def _nibbles_chunk(w, lanes):
     scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])[:, :, None, None, None]
-    words = read(w, "q", lanes=lanes)[:, :, None]
-    q = jnp.concatenate([_fields(words, range(4 * h, 16, 8), 4) for h in range(2)], axis=2)
+    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)
     q = (q >> 1) * 17 + (q & 1) - 43
     return (q.astype(jnp.float32) * scale).reshape(w.columns, lanes[1])
 

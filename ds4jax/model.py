@@ -28,7 +28,7 @@ from .state import Chunk, from_snapshot, to_snapshot
 from .trials import Seen, Trial
 from .weights import pack, pack_stack, roomy
 
-SIZES = (1, 16, 64, 256, 1024, 4096)
+SIZES = (1, 16, 64, 256, 512, 1024, 4096)
 TRIAL_SIZES = (1, 2, 3, 4, 6, 8, 16, 32)
 LEAST_BUCKET = 256
 DTYPES = ("float32", "bfloat16")
@@ -71,7 +71,7 @@ class Model:
         dtype="float32",
         layout="cpu",
         profile=None,
-        chunk=256,
+        chunk=512,
         sizes=SIZES,
         trial_sizes=TRIAL_SIZES,
         least_bucket=LEAST_BUCKET,

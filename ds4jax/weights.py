@@ -31,7 +31,7 @@ KINDS = LANES | {"rows": Kind(2, None, blocks.chunk)}  # whose products are thos
 FEW_ROWS = 6  # rows of x that are multiplied one by one
 SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
 CHUNK_VALUES = 1 << 20  # float32 values dequantised at a time
-TILE = 32  # tokens of one expert multiplied at a time
+TILES = (64, 16)  # tokens of one expert multiplied at a time: as many large tiles as there are tokens for, then small ones
 PAIRS_PER_EXPERT = 8  # (token, expert) pairs per expert from which dequantising an expert pays
 
 
@@ -288,22 +288,26 @@ def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
     order, places, ends = primitives.group(flat, E)
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     busy = primitives.true_first(ends > starts, min(E, pairs))
-    x = jnp.pad(_rounded(gate, h)[order // used], ((0, TILE), (0, 0)))
+    x = jnp.pad(_rounded(gate, h)[order // used], ((0, TILES[-1]), (0, 0)))
 
     def one_expert(i, y):
         e = busy[i]
         g, u, d = (lax.optimization_barrier(_transposed(w, e)) for w in (gate, up, down))
         held = [a[e] for a in own]
 
-        def one_tile(state):
+        def one_tile(tile, state):
             at, y = state
-            rows = lax.dynamic_slice_in_dim(x, at, TILE)
+            rows = lax.dynamic_slice_in_dim(x, at, tile)
             z = _rounded(down, act(rows @ g, rows @ u, *held)) @ d
-            return at + TILE, lax.dynamic_update_slice_in_dim(y, z, at, 0)
+            return at + tile, lax.dynamic_update_slice_in_dim(y, z, at, 0)
 
-        return lax.while_loop(lambda state: state[0] < ends[e], one_tile, (starts[e], y))[1]
+        state = starts[e], y
+        for tile in TILES:
+            least = 1 if tile == TILES[-1] else tile
+            state = lax.while_loop(lambda s, n=least: s[0] + n <= ends[e], partial(one_tile, tile), state)
+        return state[1]
 
-    y = jnp.zeros((pairs + TILE, down.shape[-2]), jnp.float32)
+    y = jnp.zeros((pairs + TILES[-1], down.shape[-2]), jnp.float32)
     y = lax.fori_loop(0, jnp.count_nonzero(ends > starts), one_expert, y)
     return jnp.einsum("rk,rkd->rd", weights.astype(jnp.float32), y[places].reshape(*chosen.shape, -1))
 

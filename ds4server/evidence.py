@@ -20,7 +20,7 @@ from .plan import Facts, resolve
 from .quote import Budgets
 
 RESIDENT_BANKS = 2  # sequences kept for reuse where there is no bank lane: a conversation and whatever is asked beside it
-DEVICE_CHUNK = 256  # rows of a forward pass on JAX where neither flag nor variable names them
+DEVICE_CHUNK = 512  # rows of a forward pass on JAX where neither flag nor variable names them
 
 
 @dataclass(frozen=True)
