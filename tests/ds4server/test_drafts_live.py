@@ -11,7 +11,7 @@ from .conftest import launch
 from .test_serving_live import ask, body
 
 SAYS = [{"role": "user", "content": "a harbour at low tide"}]
-FLAGS = ("--backend", "numpy", "--mem-floor-gb", "0", "-c", "512", "--max-seqs", "2")
+FLAGS = ("--mem-floor-gb", "0", "-c", "512", "--max-seqs", "2")
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,12 @@ def model(tmp_path_factory):
     return str(path)
 
 
-def test_a_server_that_drafts(model, tmp_path):
-    running, plain = launch("-m", model, *FLAGS, "--mtp-mode", "on", "--mtp-draft", "3", "--mtp-margin", "0", "--trace",
-                            str(tmp_path / "trace")), launch("-m", model, *FLAGS, "--mtp-mode", "off")  # fmt: skip
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_server_that_drafts(model, tmp_path, backend):
+    if backend == "jax":
+        pytest.importorskip("jax", reason="JAX is not installed")
+    drafts = ("--mtp-mode", "on", "--mtp-draft", "3", "--mtp-margin", "0", "--trace", str(tmp_path / "trace"))
+    running, plain = (launch("-m", model, *FLAGS, *more, backend=backend) for more in (drafts, ("--mtp-mode", "off")))
     try:
         talks = [[{"role": "user", "content": f"{n} {SAYS[0]['content']}"}] for n in range(3)]
         for _ in range(2):  # a second turn goes on with what is resident
@@ -48,6 +51,7 @@ def test_a_server_that_drafts(model, tmp_path):
         for result, n in counted.items():
             assert f'ds4_speculation_tokens_total{{result="{result}"}} {float(n)}' in page
         assert "ds4_spec_quench_total" in page
+        assert ("steps_per_draft" in stats) == (backend == "jax"), "trials are timed where they may be worth it"
     finally:
         for server in (running, plain):
             assert server.stop() == 0
@@ -58,7 +62,7 @@ def test_a_stream_that_drafts_has_the_same_pieces(model):
     """One event a token: readers do not notice how many came of one pass."""
     pieces = []
     for mode in ("on", "off"):
-        server = launch("-m", model, *FLAGS, "--mtp-mode", mode, "--mtp-draft", "3", "--mtp-margin", "0")
+        server = launch("-m", model, *FLAGS, "--mtp-mode", mode, "--mtp-draft", "3", "--mtp-margin", "0", backend="numpy")
         try:
             wanted = body(SAYS, stream=True, max_tokens=16)
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=wanted, timeout=120) as response:

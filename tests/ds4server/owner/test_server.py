@@ -6,17 +6,24 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ds4ref import drafting
 from ds4ref.gguf import Artifact
+from ds4ref.model import Model
+from ds4ref.speculative import Speculator
+from ds4server import options
+from ds4server.drafter import Drafter
 from ds4server.owner import server
 from ds4server.owner.fingerprint import Logical
 from ds4server.owner.manifest import read
 from ds4server.owner.server import plan
 from ds4server.owner.worker import import_weights
 
+MODEL = Path(__file__).resolve().parents[3] / "golden" / "deepseek4"
 GONE = "is gone; start ds4-weight-server again"
 
 
@@ -197,6 +204,33 @@ class TestOwner:
         assert len(artifact.shards) == 2 and len(told.ranges) == 2
         tensors = import_weights(one.manifest, artifact)
         assert all(np.array_equal(tensors[name], tensor.data) for name, tensor in artifact.tensors.items())
+
+
+@pytest.mark.usefixtures("memfd")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["mtp", "drafter"])
+def test_a_drafter_in_the_owners_memory_drafts_as_the_file_does(owner, backend, role):
+    if backend == "cpu":
+        pytest.importorskip("jax", reason="JAX is not installed")
+        from ds4jax.model import Model as Opened
+
+        kwargs = {"context": 64, "banks": 2, "chunk": 16, "sizes": (1, 16), "least_bucket": 64}
+    else:
+        Opened, kwargs = Model, {}
+    paths = {"base": MODEL / "model.gguf", "mtp": MODEL / "mtp.gguf", "drafter": MODEL / "dspark.gguf"}
+    held = owner(*(word for model, path in paths.items() for word in (f"--{model}", path))).ready()
+    found = Drafter(role, Artifact.open(paths[role]), drafting.attach(Model.open(paths["base"]), paths[role]))
+    environment = {"DS4_CUDA_WEIGHT_IPC_MANIFEST": str(held.manifest), "DS4_CUDA_WEIGHT_IPC_SCOPE": "both"}
+    told, model = [], Opened.open(paths["base"], **kwargs)
+    for environ in (environment, {}):
+        loaded, seen = found.load(options.read([], environ), model), []
+        assert loaded.imported == bool(environ) and loaded.role == role
+        speculator = Speculator(loaded.target(model, model.new_state()), loaded.drafter, 3)
+        speculator.prefill([1, *range(7, 27)])
+        drafts = loaded.drafter.propose(speculator.draft, 3, 3, lambda row, seen=seen: seen.append(row) or int(np.argmax(row)))
+        assert len(drafts) == 3
+        told.append((drafts, np.array(seen)))
+    assert told[0][0] == told[1][0] and np.array_equal(told[0][1], told[1][1])
 
 
 @pytest.mark.usefixtures("memfd")
