@@ -302,7 +302,7 @@ def _grouped_experts(h, chosen, weights, gate, up, down, act, own):
             return at + tile, lax.dynamic_update_slice_in_dim(y, z, at, 0)
 
         state = starts[e], y
-        for tile in TILES:
+        for tile in [*(tile for tile in TILES[:-1] if tile <= pairs), TILES[-1]]:
             least = 1 if tile == TILES[-1] else tile
             state = lax.while_loop(lambda s, n=least: s[0] + n <= ends[e], partial(one_tile, tile), state)
         return state[1]

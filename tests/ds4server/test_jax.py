@@ -23,7 +23,7 @@ def device():
 def test_the_plan_says_so(device):
     serving = device.stats()["serving"]
     assert serving["requested"]["backend"] == "auto" and serving["effective"]["backend"] in ("cpu", "cuda", "metal")
-    assert serving["effective"]["native_chunk"] == 256 and serving["effective"]["layout"]
+    assert serving["effective"]["native_chunk"] == 512 and serving["effective"]["layout"]
 
 
 def test_greedy_answers_equal_the_references(device, server):
