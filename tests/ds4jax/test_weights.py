@@ -203,15 +203,16 @@ def test_experts_one_by_one_grouped_and_by_the_reference(type):
 
 
 def test_experts_of_any_number_of_tokens():
-    """Through the entry point, on both sides of its choice of path; packed, and as plain arrays; with a factor per expert."""
+    """Through the entry point, on both sides of its choice of path; fewer rows than a large tile, and large and small tiles in
+    turn; packed, and as plain arrays; with a factor per expert."""
     D, F, E, used = 64, 96, 4, 2
     tensors = [normal_tensor(TensorType.Q8_0, shape, seed) for seed, shape in enumerate([(E, F, D), (E, F, D), (E, D, F)])]
     stacks = [t.dequantize() for t in tensors]
     rng = np.random.default_rng(0)
     factor = rng.random(E).astype(np.float32)
     act = lambda g, u, f: f * g * u  # noqa: E731
-    for R in (1, weights.FEW_ROWS + 60):
-        h, chosen = rng.standard_normal((R, D)).astype(np.float32), rng.integers(0, E, (R, used))
+    for R in (1, weights.FEW_ROWS + 10, weights.FEW_ROWS + 60, 200):
+        h, chosen = rng.standard_normal((R, D)).astype(np.float32), np.minimum(rng.integers(0, 2 * E, (R, used)), E - 1)
         share = rng.random((R, used)).astype(np.float32)
         g, u = (np.einsum("rd,rkfd->rkf", h, stacks[i][chosen]) for i in (0, 1))
         expected = np.einsum("rk,rkf,rkdf->rd", share * factor[chosen], g * u, stacks[2][chosen])
