@@ -12,9 +12,12 @@ import jax
 
 def compile_options():
     """``compiler_options`` for the outermost ``jax.jit``: full-width vectors on CPUs with AVX-512, nothing elsewhere."""
-    if jax.default_backend() == "cpu" and " avx512f " in _cpu_description():
-        return {"xla_cpu_prefer_vector_width": 512}
-    return {}
+    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" and avx512() else {}
+
+
+def avx512():
+    """Whether this machine's CPU has vectors of 512 bits."""
+    return " avx512f " in _cpu_description()
 
 
 def enable_cache():

@@ -190,23 +190,28 @@ def _q2_k_chunk(w, lanes):
 
 
 def _nibbles_product(w, x):
-    x = x.reshape(-1, 8, 2, 8, 2)  # see packing: a code is 2 k + e, low nibbles are values 0 to 15 of a sub-block
-    least = lax.optimization_barrier(-43 * _last_sum(x.reshape(-1, 8, 32)))
-    q = [read(w, "q", None, j) for j in range(8)]
+    x = x.reshape(-1, 8, 2, 4, 4)  # low nibbles are values 0 to 15 of a sub-block, high ones 16 to 31; word, byte
+    least = lax.optimization_barrier(-60 * _last_sum(x.reshape(-1, 8, 32)))
+    q = [read(w, "q", None, j) for j in range(4)]
 
-    def quarter(nibble, byte):
-        """A sum of its own, since one over all would wait for itself."""
-        at, x_of = 8 * byte + 4 * nibble, [x[:, :, nibble, j, byte] for j in range(8)]
-        return _sum(_term(v, at + 1, 3, 17 * y) + _term(v, at, 1, y) for v, y in zip(q, x_of, strict=True))
+    def values(words, high):
+        """Four values + 60 in a word: of a code m in its byte 17 m, and one more where the second bit of m is set."""
+        if high:
+            m = words & 0x70707070
+            return m + lax.shift_right_logical(m, 4) + (lax.shift_right_logical(m, 5) & 0x01010101)
+        m = words & 0x07070707
+        return m + (m << 4) + (lax.shift_right_logical(m, 1) & 0x01010101)
 
-    total = _sum(quarter(nibble, byte) for nibble in range(2) for byte in range(2))
-    return _add_blocks((total + least[..., None]) * _int8_scale(w)[0])
+    v = [[values(words, high) for words in q] for high in range(2)]
+    # Four sums side by side, since one would wait for itself.
+    four = [_sum(_term(v[h][j], 8 * k, 8, x[:, :, h, j, k]) for h in range(2) for j in range(4)) for k in range(4)]
+    return _add_blocks((_sum(four) + least[..., None]) * _int8_scale(w)[0])
 
 
 def _nibbles_chunk(w, lanes):
     scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])[:, :, None, None, None]
-    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)
-    q = (q >> 1) * 17 + (q & 1) - 43
+    m = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)
+    q = 17 * m + (m >> 1 & 1) - 60
     return (q.astype(jnp.float32) * scale).reshape(w.columns, lanes[1])
 
 

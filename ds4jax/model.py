@@ -81,8 +81,8 @@ class Model:
         """ArtifactError, one sentence, for a file that does not fit; ``options`` as in :class:`ds4ref.model.Model`.
 
         fewest: banks to be content with where the device has no memory for ``banks``; the attribute says how many there are.
-        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes "wide" on CPUs whose
-        machine has the memory, and ``weights_layout`` says so. profile: of :mod:`ds4jax.primitives`, that of the device where
+        dtype: "float32" or "bfloat16"; layout: of the weights, see :mod:`ds4jax.weights`; "cpu" becomes "wide" on CPUs where
+        that is faster and fits, and ``weights_layout`` says so. profile: of :mod:`ds4jax.primitives`, that of the device where
         None. chunk: tokens per call in prefill; sizes, trial_sizes and least_bucket: sizes of chunks and of trials and the
         shortest length of the past that programs are compiled for (fewer means fewer programs and more padding). did: called
         for every tensor loaded.

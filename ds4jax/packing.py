@@ -61,14 +61,14 @@ BIAS = {
 }
 """What is added to codes of the int8 kind (0 where absent) so that none is negative. No more than that: it costs precision."""
 
-WORDS = {"Q2_K": "<u2", "nibbles": "<u2"}  # not int32: XLA copies first what a fusion reads sixteen times, for as many codes
+WORDS = {"Q2_K": "<u2"}  # not int32: XLA copies first what a fusion reads sixteen times, for as many codes
 LANE_PAD = 16
 ROWS_AT_ONCE = 64  # rows whose blocks are unpacked together: the temporaries stay in the cache
 
 
 def kind(type, layout):
-    """How a type is kept. The layouts differ in IQ2_XXS: "wide", the fastest, takes four times the file's bytes, "cpu" twice
-    as many, "lean", the slowest, no more than the file."""
+    """How a type is kept. The layouts differ in IQ2_XXS: "wide", the fastest without AVX-512, takes four times the file's
+    bytes, "cpu", the fastest with it, twice as many, "lean", the slowest, no more than the file."""
     if type in FLOATS:
         return "float"
     if type is TensorType.IQ2_XXS and layout != "lean":
@@ -213,19 +213,19 @@ def _iq2_xxs(b):
 def _iq2_xxs_nibbles(b):
     """q [n, 8, 16]: code of value j in the low nibble of byte j, of value 16 + j in the high one; sc, d as in the int8 kind.
 
-    The codebook's ±8, ±25, ±43 are 17 k + e − 43 with k = 0 … 5 and e = 0 or 1; a code is 2 k + e, that of −v is 11 less it.
+    The codebook's −43, −25, −8, 8, 25, 43 have the codes m = 1 … 6 and are 17 m + (second bit of m) − 60; that of −v is 7 − m.
     """
     f = _iq2_xxs(b)
     codes = _magnitude_codes()[f["q"]]
     negative = np.unpackbits(_seven_signs(f["s"])[..., None], axis=-1, bitorder="little")
-    codes = np.where(negative, 11 - codes, codes).reshape(-1, 8, 2, 16)
+    codes = np.where(negative, 7 - codes, codes).reshape(-1, 8, 2, 16)
     return {"q": codes[:, :, 0] | codes[:, :, 1] << 4, "sc": _odd(f["s"] >> 28), "d": f["d"]}
 
 
 @cache
 def _magnitude_codes():
     """The codebook of IQ2_XXS with each magnitude as its nibble: uint8 [256, 8]."""
-    return np.select([_grid("IQ2_XXS") == m for m in (8, 25, 43)], [np.uint8(n) for n in (6, 8, 11)])
+    return np.select([_grid("IQ2_XXS") == m for m in (8, 25, 43)], [np.uint8(n) for n in (4, 5, 6)])
 
 
 def _iq2_xxs_bytes(b):

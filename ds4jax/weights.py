@@ -21,7 +21,7 @@ from jax import lax
 
 from ds4ref.quants import PLAIN, TensorType
 
-from . import blocks, kernels, packing, primitives
+from . import blocks, compilation, kernels, packing, primitives
 from .lanes import KINDS as LANES
 from .lanes import Kind, read
 
@@ -147,9 +147,10 @@ def default_layout(platform):
 
 
 def roomy(layout, tensors):
-    """The layout "wide" in place of "cpu" where a CPU computes and all of these tensors' planes so take at most half of the
-    machine's memory. Not of what is free: states on disk belong to one layout, so that a restart must not choose another."""
-    if layout != "cpu" or jax.default_backend() != "cpu":
+    """The layout "wide" in place of "cpu" where it is faster, on a CPU without AVX-512, and all of these tensors' planes so
+    take at most half of the machine's memory. Not of what is free: states on disk belong to one layout, so that a restart must
+    not choose another."""
+    if layout != "cpu" or jax.default_backend() != "cpu" or compilation.avx512():
         return layout
     wide = sum(
         prod(t.shape) if packing.kind(t.type, "wide") == "int8" else t.nbytes for t in tensors if len(t.shape) > 1

@@ -122,8 +122,9 @@ def test_products_of_any_number_of_rows(type, layout):
         assert np.max(np.abs(y - x @ exact.T) / size) < 1e-6
 
 
-def test_wide_only_where_memory_allows(monkeypatch):
+def test_wide_only_where_it_is_faster_and_memory_allows(monkeypatch):
     """IQ2_XXS at a byte a value, Q8_0 too, floats and vectors as they are."""
+    monkeypatch.setattr(weights.compilation, "avx512", lambda: False)
     tensors = [random_tensor(TensorType.IQ2_XXS, (4, 256)), random_tensor(TensorType.Q8_0, (2, 64))]
     tensors += [normal_tensor(TensorType.F16, (2, 32)), normal_tensor(TensorType.F32, (1000,))]
     taken = 4 * 256 + 2 * 64 + 2 * 32 * 2
@@ -132,6 +133,10 @@ def test_wide_only_where_memory_allows(monkeypatch):
         assert weights.roomy("cpu", tensors) == layout
         assert weights.roomy("gpu", tensors) == "gpu" and weights.roomy("lean", tensors) == "lean"
     monkeypatch.setattr(weights, "_machine_memory", lambda: 2 * taken)
+    assert weights.roomy("cpu", tensors) == "wide"
+    monkeypatch.setattr(weights.compilation, "avx512", lambda: True)
+    assert weights.roomy("cpu", tensors) == "cpu"
+    monkeypatch.setattr(weights.compilation, "avx512", lambda: False)
     monkeypatch.setattr(weights.jax, "default_backend", lambda: "mps")
     assert weights.roomy("cpu", tensors) == "cpu", "a GPU that keeps the CPU's layout has no memory to spare"
 
