@@ -2,7 +2,9 @@
 
 A drafter's blocks keep their rows in arrays of their own, with a slot for every bank of the model; a :class:`Draft` has one of
 them as long as somebody holds it. ``extend`` only notes what the target consumed. What was noted is computed when a proposal
-needs it, or when it fills a chunk, all of its tokens in one program; every further draft is a small program of its own.
+needs it, or when it fills a chunk, all of its tokens in one program. Where the drafts are just the best tokens (``choose`` has
+``barred``, the ids that are not drafted, and ``took(tokens, leads)`` → drafts), all of them come from that program too; where a
+sampler on the host chooses, every further draft is a small program of its own.
 
 The newest token is taken for consumed as soon as drafts are proposed after it, since a target consumes it first. Where it then
 consumes another one, the draft begins anew.
@@ -423,8 +425,13 @@ def _run_best_rows(count, module, c, layout, profile, weights, arrays, anchor, l
 
 def _best_of(logits, barred):
     """(the best token of logits [V] that is not ``barred``, by how much the best of all leads the second best)"""
-    others = jnp.where(jnp.arange(len(logits)) == jnp.argmax(logits), -jnp.inf, logits)
-    return jnp.argmax(jnp.where(barred, -jnp.inf, logits)).astype(jnp.int32), jnp.max(logits) - jnp.max(others)
+    ids = jnp.arange(len(logits), dtype=jnp.int32)
+
+    def best(x):  # no argmax: a reduction of two operands, slow on CPUs and unknown to jax-metal
+        return jnp.min(jnp.where(x == jnp.max(x), ids, len(x) - 1))
+
+    others = jnp.where(ids == best(logits), -jnp.inf, logits)
+    return best(jnp.where(barred, -jnp.inf, logits)), jnp.max(logits) - jnp.max(others)
 
 
 def _stacked(best):

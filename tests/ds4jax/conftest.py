@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import GOLDEN
 
-CONTEXT, BANKS, CHUNK, TRIAL = 128, 4, 64, 4
+CONTEXT, BANKS, CHUNK, TRIAL, DRAFTS = 128, 4, 64, 4, 3
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ def draft_programs():
         chunk = drafter._program(("chunk", CONTEXT), drafting._run_chunk, 1)
         arguments = weights, arrays, rows, hidden, tokens, np.int32(1), np.zeros(blocks, np.int32), *place
         yield Program("chunk", chunk, arguments)
+        barred = np.zeros(drafter.model.vocabulary, bool)
+        run = partial(drafting._run_best, DRAFTS)
+        yield Program("best", drafter._program(("best", DRAFTS, CONTEXT), run, 1), (*arguments, barred))
         outs, *_ = jax.eval_shape(chunk, *arguments)
         for d in range(blocks > 1, blocks):
             program = drafter._program(("further", d, CONTEXT), partial(drafting._run_further, d), 1)
@@ -106,6 +109,9 @@ def draft_programs():
         yield Program("rows", program, arguments)
         made = jax.eval_shape(program, *arguments)
         yield Program("logits", drafter._program("logits", drafting._run_logits), (weights, made, np.int32(0), zero))
+        best = drafter._program("best", partial(drafting._run_best_rows, DRAFTS))
+        barred = np.zeros(drafter.model.vocabulary, bool)
+        yield Program("best", best, (weights, arrays, zero, *place, barred))
 
     @cache
     def of(architecture, file, sidecar, **options):
