@@ -94,13 +94,13 @@ def work(engine, path, args):
     if engine == "llama.cpp":
         peer = LlamaCpp(path, CONTEXT, args.threads)
     else:
-        peer = Jax(path, CONTEXT, _options(args.option)) if engine == "ds4jax" else Reference(path)
+        peer = Jax(path, CONTEXT, options(args.option)) if engine == "ds4jax" else Reference(path)
     found = {"engine": engine, "version": peer.version, "load_s": time.perf_counter() - start}
     tokens = np.random.default_rng(0).integers(0, peer.vocabulary, CONTEXT).tolist()
     peer.advance(tokens[: 1 if engine == "ds4ref" else PROMPT])
     found["first_token_s"] = time.perf_counter() - start
     if engine == "ds4ref":
-        found["decode_tok_s"] = 1 / _step_seconds(peer, tokens[1 : 2 + args.reference_tokens])
+        found["decode_tok_s"] = 1 / step_seconds(peer, tokens[1 : 2 + args.reference_tokens])
         return found, None
     for length in PREFILLS:
         for _ in range(2):
@@ -111,13 +111,19 @@ def work(engine, path, args):
     peer.reset()
     logits = np.stack([peer.advance([token]) for token in tokens[:AGREEMENT]])
     peer.advance(tokens[AGREEMENT:PROMPT])
-    found["decode_tok_s"] = 1 / _step_seconds(peer, tokens[PROMPT : PROMPT + 1 + args.tokens])
+    found["decode_tok_s"] = 1 / step_seconds(peer, tokens[PROMPT : PROMPT + 1 + args.tokens])
     if engine == "ds4jax":
         found |= {"compile_s": peer.compile_seconds(), "cache_misses": peer.cache_misses}
     return found, logits
 
 
-def _step_seconds(peer, tokens):
+def pin(threads):
+    """Keep this process, and so each engine in it, to as many CPUs, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
+def step_seconds(peer, tokens):
     """Median seconds of a step; the first is not counted."""
     taken = []
     for token in tokens:
@@ -127,7 +133,7 @@ def _step_seconds(peer, tokens):
     return float(np.median(taken[1:]))
 
 
-def _options(pairs):
+def options(pairs):
     from ds4ref.__main__ import options_of
 
     return options_of(pairs)
@@ -135,8 +141,7 @@ def _options(pairs):
 
 def worker(args):
     """Inside a measuring process: figures to standard output as JSON, logits to a file."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    pin(args.threads)
     try:
         found, logits = work(args.worker, args.model[0], args)
     except PeerError as error:

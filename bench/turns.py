@@ -4,8 +4,8 @@
 
 A machine that others use changes from minute to minute. So nothing is compared but turns that follow each other: peer, ours,
 peer, ours, … peer. A turn is ``--tokens`` single tokens after a prompt of 64 (decode), or ``--prefill`` tokens from an empty
-state. Printed for each: tokens per second of every turn (of decode the median over its tokens), the ratio of each of our turns
-to the mean of the peer's turns around it, and the median of these ratios.
+state. Printed for each: tokens per second of every turn (of decode the median over its tokens but the first), the ratio of each
+of our turns to the mean of the peer's turns around it, and the median of these ratios.
 """
 
 import argparse
@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-from end_to_end import Jax, _options
+from end_to_end import CONTEXT, PROMPT, Jax, options, pin, step_seconds
 from llamacpp import LlamaCpp
 
-CONTEXT, PROMPT = 1024, 64
 
-
-def serve(pipe, engine, path, threads, options):
-    """A process: answers ("decode" or "prefill", how many tokens) with tokens per second."""
-    peer = LlamaCpp(path, CONTEXT, threads) if engine == "llama.cpp" else Jax(path, CONTEXT, options)
+def serve(pipe, engine, path, threads, given):
+    """A process: answers ("decode" or "prefill", how many tokens) with tokens per second. given: options of ``Model.open``."""
+    pin(threads)
+    peer = LlamaCpp(path, CONTEXT, threads) if engine == "llama.cpp" else Jax(path, CONTEXT, given)
     tokens = np.random.default_rng(0).integers(0, peer.vocabulary, CONTEXT).tolist()
     pipe.send(peer.version)
     while (asked := pipe.recv()) is not None:
@@ -36,12 +35,7 @@ def serve(pipe, engine, path, threads, options):
             pipe.send(count / (time.perf_counter() - begin))
             continue
         peer.advance(tokens[:PROMPT])
-        taken = []
-        for token in tokens[PROMPT : PROMPT + count]:
-            begin = time.perf_counter()
-            peer.advance([token])
-            taken.append(time.perf_counter() - begin)
-        pipe.send(1 / statistics.median(taken))
+        pipe.send(1 / step_seconds(peer, tokens[PROMPT : PROMPT + 1 + count]))
 
 
 def turns(peer, ours, what, count, rounds):
@@ -73,7 +67,7 @@ def main(argv=None):
         pipes, processes = [], []
         for engine in ("llama.cpp", "ds4jax"):
             pipe, far = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(far, engine, path, args.threads, _options(args.option)), daemon=True)
+            process = spawn.Process(target=serve, args=(far, engine, path, args.threads, options(args.option)), daemon=True)
             process.start()
             far.close()
             pipes.append(pipe), processes.append(process)

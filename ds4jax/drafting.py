@@ -148,8 +148,9 @@ class Chain:
         logits [V] of block 0's last); None where nothing was."""
         return self._computed(draft, "chunk", _run_chunk)[:4] if draft.noted else None
 
-    def _computed(self, draft, name, run, more=0, *also):
-        """:meth:`flush` by the program of that name, followed by what else it gives. more: rows that it adds."""
+    def _computed(self, draft, name, run, more=0, *given):
+        """:meth:`flush` by the program of that name, which has the further arguments ``given``, followed by what else it gives.
+        more: rows that it adds."""
         count, blocks = len(draft.noted), range(len(self.layouts))
         skips = self._skips(draft)
         size = rounded(count, self._sizes, self.model.chunk)
@@ -159,8 +160,8 @@ class Chain:
         hidden = [np.float32(0) if row is None else row for row in draft.hidden[1:]]
         place = self._place(draft)
         program = self._program((name, more, self._bucket(draft, count + more)), run, 1)
-        outs, waiting, logits, self._arrays, *also = program(
-            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place, *also
+        outs, waiting, logits, self._arrays, *found = program(
+            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place, *given
         )
         for d in blocks:
             valid = count - skips[d]
@@ -168,7 +169,7 @@ class Chain:
             if d + 1 < len(self.layouts) and valid:
                 draft.hidden[d + 1] = waiting[d]
         draft.noted = []
-        return outs, skips, count, logits, *also
+        return outs, skips, count, logits, *found
 
     def _skips(self, draft):
         """Per block how many of the noted tokens come before its first row."""
@@ -186,8 +187,7 @@ class Chain:
             draft.noted.append((draft.last, token))
             barred = getattr(choose, "barred", None)
             if barred is not None and self._skips(draft)[-1] < len(draft.noted):
-                best = self._best(draft, token, count, barred)
-                return choose.took(*(np.asarray(values).tolist() for values in best))
+                return choose.took(*_listed(self._best(draft, token, count, barred)))
             outs, _, noted, logits = self.flush(draft)
             draft.ahead = token, logits, outs[0][:, noted - 1 : noted]
         elif draft.ahead[0] != token:
@@ -204,7 +204,7 @@ class Chain:
                 rows, logits = self._further(draft, rows, drafts)
         finally:
             if saved is not None:
-                self._arrays = _with(self._arrays, _restored(_spoiled(self.layouts, self._arrays), saved, draft.slot))
+                self._arrays = _put_back(self.layouts, self._arrays, saved, draft.slot)
         return drafts
 
     def _best(self, draft, token, count, barred):
@@ -304,7 +304,7 @@ class Block:
             program = self._program(("best", count), partial(_run_best_rows, count))
             place = np.array([anchor], np.int32), *self._place(draft)
             best = program(self._weights, self._arrays, *place, _mask(self.model.vocabulary, barred))
-            return choose.took(*(np.asarray(values).tolist() for values in best))
+            return choose.took(*_listed(best))
         rows = self.rows(draft, anchor, count)
         for n in range(count):
             previous = np.array(drafts[-1:] or [anchor], np.int32)
@@ -372,7 +372,7 @@ def _run_best(count, module, c, layouts, profile, bucket, weights, arrays, *pair
     held = [None, *(jnp.where(noted > skips[d], row, hidden[d]) for d, row in enumerate(waiting))]
     lengths = lengths + noted - skips
     first = lax.dynamic_slice_in_dim(outs[0], noted - 1, 1, axis=1)
-    saved = _saved(_spoiled(layouts, after), slot[0])
+    saved = _saved(_spoiled(layouts, after), slot[0]) if count > 1 else None
     best, out, row = [], logits, (first,)
     for n in range(count):
         if n:
@@ -382,7 +382,8 @@ def _run_best(count, module, c, layouts, profile, bucket, weights, arrays, *pair
             made, out, after[d] = _run_further(d, module, c, layouts, profile, bucket, weights, after[d], row, known, *chunk)
             row = (made,)
         best.append(_best_of(out, barred))
-    after = _with(after, _restored(_spoiled(layouts, after), saved, slot[0]))
+    if saved is not None:
+        after = _put_back(layouts, after, saved, slot[0])
     return outs, waiting, logits, after, first, _stacked(best)
 
 
@@ -437,6 +438,11 @@ def _best_of(logits, barred):
 def _stacked(best):
     """Pairs of :func:`_best_of` as two arrays."""
     return tuple(jnp.stack(values) for values in zip(*best, strict=True))
+
+
+def _listed(best):
+    """What :func:`_stacked` gives as lists of numbers."""
+    return [np.asarray(values).tolist() for values in best]
 
 
 @lru_cache(8)
@@ -508,11 +514,12 @@ def _spoiled(layouts, arrays):
     ]
 
 
-def _with(arrays, spoiled):
-    """The state with arrays of :func:`_spoiled` in the place of its own."""
+def _put_back(layouts, arrays, saved, slot):
+    """The state in which a slot has what was :func:`_saved` of it."""
+    back = _restored(_spoiled(layouts, arrays), saved, slot)
     return [
-        held | {name: held[name] | arrays for name, arrays in of_block.items()}
-        for held, of_block in zip(arrays, spoiled, strict=True)
+        held | {name: held[name] | restored for name, restored in of_block.items()}
+        for held, of_block in zip(arrays, back, strict=True)
     ]
 
 

@@ -118,18 +118,12 @@ def _int8_product(w, x):
 
 
 def _int8_chunk(w, lanes):
-    q = _fields(read(w, "q", lanes=lanes), (0, 8, 16, 24), 8) - packing.BIAS.get(TensorType[w.type], 0)
+    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 8)[:, :, 0] - packing.BIAS.get(TensorType[w.type], 0)
     scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
     q = q.astype(jnp.float32) * scale[:, :, None, None]
     if minimum is not None:
         q = q + minimum[:, :, None, None]
     return q.reshape(w.columns, lanes[1])
-
-
-def _fields(words, shifts, bits):
-    """Fields of ``bits`` bits at each of ``shifts`` of words [..., W, C], as integers: [..., W, shifts, C]."""
-    words = words.view(f"u{words.dtype.itemsize}")[..., None, :]
-    return (words >> jnp.array(shifts, words.dtype)[:, None] & (1 << bits) - 1).astype(jnp.int32)
 
 
 def _parts(words, bits):

@@ -139,8 +139,8 @@ class Pace:
         best, most, tokens = 0, 1.0, 1.0
         for n in range(1, self.most + 1):
             tokens += self.rate**n
-            if tokens / (1 + n * self.cost.per_draft) > most:
-                best, most = n, tokens / (1 + n * self.cost.per_draft)
+            if (gain := tokens / (1 + n * self.cost.per_draft)) > most:
+                best, most = n, gain
         return best
 
 

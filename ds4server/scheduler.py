@@ -370,7 +370,8 @@ class Scheduler:
             elif (token := self._sample(row)) is not None and row.speculator is None:
                 going.append((row, token))
         self._step(going)
-        self._try(drafting)
+        if drafting:
+            self._try(drafting)
 
     def _sample(self, row):
         """The row's next token; None when it has ended."""
@@ -420,7 +421,7 @@ class Scheduler:
 
     def _try(self, rows):
         """One trial of each row."""
-        ready, begin, cost = [], time.perf_counter(), self.drafts.cost if rows else None
+        ready, begin, cost = [], time.perf_counter(), self.drafts.cost
         compared = cost is not None and cost.due(len(rows))
         for row in rows:
             room = self.keeper.room(row.bank)  # the first token of a trial is no draft

@@ -1,6 +1,7 @@
 """The accept rule keeps distributions and greedy drafting keeps tokens, on a toy model with exactly known distributions."""
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import lgamma
 
 import numpy as np
@@ -332,6 +333,33 @@ def test_filters_on_the_drafters_side_follow_the_drafted_history(setting):
             answers.append(found.generated)
         masked += answers[0] != answers[1]
     assert drafted > 200 and masked > 5
+
+
+@pytest.mark.parametrize("eos", ["model", "global"])
+@pytest.mark.parametrize("margin", [0.0, 0.4])
+def test_what_is_taken_of_the_best_tokens_is_what_is_chosen_one_by_one(margin, eos):
+    """By a drafter that names the best tokens and their leads itself, as those on a device do."""
+    lengths, rng = set(), np.random.default_rng(1)
+    for rows in rng.normal(size=(60, 6, V)).astype(np.float32):
+        made = generation(GREEDY, eos=eos)
+        one, other = (speculative._Chooser(made, margin, None, []) for _ in range(2))
+        chosen = list(takewhile(lambda token: token is not None, map(one, rows)))
+        leads = [float(np.diff(np.sort(row)[-2:])[0]) for row in rows]
+        rows[:, list(other.barred)] = -np.inf
+        assert other.took(np.argmax(rows, axis=1).tolist(), leads) == chosen
+        assert V - 1 not in (chosen if eos == "global" else chosen[:-1])
+        lengths.add(len(chosen))
+    assert len(lengths) == 1 if eos == "global" and not margin else len(lengths) > 3
+
+
+def test_only_plain_greedy_answers_let_the_drafter_choose():
+    for more in ({"temperature": 1.0, "seed": 3}, {"presence_penalty": 1.0}, {"logit_bias": {1: 2.0}}):
+        params = replace(GREEDY, **more)
+        assert speculative._Chooser(generation(params), 0.0, None, []).barred is None
+    assert speculative._Chooser(generation(GREEDY), 0.0, Even, []).barred is None
+    thinking = generation(GREEDY, eos="reasoning", tracker=replace(TRACKER, is_open=True))
+    assert speculative._Chooser(thinking, 0.0, None, []).barred == {V - 1}
+    assert speculative._Chooser(generation(GREEDY), 0.0, None, []).barred == set()
 
 
 def test_a_perfect_drafter_keeps_all_and_a_stranger_is_paused():
