@@ -40,7 +40,7 @@ from ds4ref.gguf import Artifact, ArtifactError
 from ds4ref.state import Recurrent, Rows
 
 from . import families, primitives
-from .compilation import compile_options
+from .compilation import Programs, call
 from .layers import layer_tensors
 from .model import _cleared, _operands, rounded, sizes_used
 from .state import Chunk, Sequences, allocate
@@ -108,14 +108,14 @@ class Chain:
         self.layouts = [{name.rsplit(".", 1)[1]: kind for name, kind in layout.items()} for layout in like.layouts]
         self._weights = {"top": model._weights["top"] | ends, "blocks": blocks}
         self._arrays = [_allocated(layout, model) for layout in self.layouts]
-        self._slots, self._programs = Slots(model.banks), {}
+        self._slots, self._programs = Slots(model.banks), Programs()
         self._sizes = _chunk_sizes(model)
         self._lasting = all(isinstance(kind, Rows) for layout in self.layouts for kind in layout.values())
 
     @property
     def compiled(self):
-        """Programs compiled so far, but for those that only move rows."""
-        return sum(program._cache_size() for program in self._programs.values())
+        """Programs compiled so far, but for those that only move rows and those let go since."""
+        return self._programs.compiled
 
     @property
     def most_programs(self):
@@ -159,10 +159,10 @@ class Chain:
         tokens[0, :count] = [token for _, token in draft.noted]
         hidden = [np.float32(0) if row is None else row for row in draft.hidden[1:]]
         place = self._place(draft)
+        pairs = rows, hidden, tokens, np.int32(count), np.array(skips, np.int32)
         program = self._program((name, more, self._bucket(draft, count + more)), run, 1)
-        outs, waiting, logits, self._arrays, *found = program(
-            self._weights, self._arrays, rows, hidden, tokens, np.int32(count), np.array(skips, np.int32), *place, *given
-        )
+        called = call(program, self._weights, self._arrays, *pairs, *place, *given)
+        outs, waiting, logits, self._arrays, *found = called
         for d in blocks:
             valid = count - skips[d]
             draft.lengths[d] += valid
@@ -226,8 +226,9 @@ class Chain:
             d, at, rows = n, 0, (rows if n > 1 else ()) if waiting is None else (waiting, *(rows if n > 1 else ()))
         known = np.array([drafts[-sum(row.shape[1] for row in rows) :]], np.int32)
         lengths, *place = self._place(draft)
+        place = lengths[d : d + 1] + at, *place
         program = self._program(("further", d, self._bucket(draft, n)), partial(_run_further, d), 1)
-        out, logits, self._arrays[d] = program(self._weights, self._arrays[d], rows, known, lengths[d : d + 1] + at, *place)
+        out, logits, self._arrays[d] = call(program, self._weights, self._arrays[d], rows, known, *place)
         return (out,), logits
 
     def _place(self, draft):
@@ -241,10 +242,8 @@ class Chain:
         return rounded(max(draft.lengths) + more, self.model._buckets, self.model.context)
 
     def _program(self, key, run, donated):
-        if key not in self._programs:
-            run = partial(run, self.module, self.config, self.layouts, self.model.profile, key[-1])
-            self._programs[key] = jax.jit(run, donate_argnums=donated, compiler_options=compile_options())
-        return self._programs[key]
+        run = partial(run, self.module, self.config, self.layouts, self.model.profile, key[-1])
+        return self._programs.jitted(key, run, donated)
 
 
 class Block:
@@ -257,13 +256,13 @@ class Block:
         self._like, self._layout = like.module, like.module.draft_layout(like.config)
         self._weights = {"top": model._weights["top"] | ends, "layers": layers}
         self._arrays = _allocated(self._layout, model)
-        self._slots, self._programs = Slots(model.banks), {}
+        self._slots, self._programs = Slots(model.banks), Programs()
         self._sizes = _chunk_sizes(model)
 
     @property
     def compiled(self):
-        """Programs compiled so far, but for those that only move rows."""
-        return sum(program._cache_size() for program in self._programs.values())
+        """Programs compiled so far, but for those that only move rows and those let go since."""
+        return self._programs.compiled
 
     @property
     def most_programs(self):
@@ -290,7 +289,7 @@ class Block:
         size = rounded(count, self._sizes, self.model.chunk)
         outputs = [_rows_of(taps, size) for taps in zip(*draft.noted, strict=True)]
         program = self._program("commit", _run_commit, donated=1)
-        self._arrays = program(self._weights, self._arrays, outputs, np.full(1, count, np.int32), *self._place(draft))
+        self._arrays = call(program, self._weights, self._arrays, outputs, np.full(1, count, np.int32), *self._place(draft))
         draft.lengths[0] += count
         draft.noted = []
 
@@ -303,13 +302,13 @@ class Block:
         if (barred := getattr(choose, "barred", None)) is not None:
             program = self._program(("best", count), partial(_run_best_rows, count))
             place = np.array([anchor], np.int32), *self._place(draft)
-            best = program(self._weights, self._arrays, *place, _mask(self.model.vocabulary, barred))
+            best = call(program, self._weights, self._arrays, *place, _mask(self.model.vocabulary, barred))
             return choose.took(*_listed(best))
         rows = self.rows(draft, anchor, count)
         for n in range(count):
             previous = np.array(drafts[-1:] or [anchor], np.int32)
             program = self._program("logits", _run_logits)
-            chosen = choose(np.asarray(program(self._weights, rows, np.int32(n), previous)))
+            chosen = choose(np.asarray(call(program, self._weights, rows, np.int32(n), previous)))
             if chosen is None:
                 break
             drafts.append(chosen)
@@ -319,7 +318,7 @@ class Block:
         """Rows [1, longest, …] on the device, of which the first ``count`` draft the tokens after ``anchor``."""
         program = self._program("rows", _run_rows)
         known = np.array([anchor], np.int32), np.array([count], np.int32)
-        return program(self._weights, self._arrays, *known, *self._place(draft))
+        return call(program, self._weights, self._arrays, *known, *self._place(draft))
 
     def _place(self, draft):
         """Where a draft stands, as arguments of the programs: rows [1], position of the first [1], slot [1]."""
@@ -327,10 +326,8 @@ class Block:
         return np.array(draft.lengths, np.int32), np.array([draft.start], np.int32), np.array([slot], np.int32)
 
     def _program(self, name, run, donated=()):
-        if name not in self._programs:
-            run = partial(run, self.module, self.config, self._layout, self.model.profile)
-            self._programs[name] = jax.jit(run, donate_argnums=donated, compiler_options=compile_options())
-        return self._programs[name]
+        run = partial(run, self.module, self.config, self._layout, self.model.profile)
+        return self._programs.jitted(name, run, donated)
 
 
 def _run_chunk(module, c, layouts, profile, bucket, weights, arrays, rows, hidden, tokens, count, skips, lengths, origin, slot):

@@ -22,7 +22,7 @@ from ds4ref.state import Compressed, Recurrent, Ring, Rows, Snapshot, State
 from ds4ref.weights import Weights, check
 
 from . import families, primitives, trials
-from .compilation import compile_options
+from .compilation import Programs, call
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
 from .trials import Seen, Trial
@@ -117,7 +117,7 @@ class Model:
         self._state, self._kept = held, []
         self.taps = ()
         self._free = list(range(self.banks))
-        self._programs = {}
+        self._programs = Programs()
         self._host = Weights(artifact, np.float32, cache_bytes=0)
 
     @classmethod
@@ -136,8 +136,8 @@ class Model:
 
     @property
     def compiled(self):
-        """Programs compiled so far."""
-        return sum(program._cache_size() for program in self._programs.values())
+        """Programs compiled so far, but for those let go since."""
+        return self._programs.compiled
 
     @property
     def most_programs(self):
@@ -238,10 +238,8 @@ class Model:
         lengths, counts, slots = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.full(rows, self.banks, np.int32)
         for trial, slot, length, count in together:
             lengths[trial.row], counts[trial.row], slots[trial.row] = length, count, slot
-        if "keep" not in self._programs:
-            write = partial(_write, self.plan, self.profile)
-            self._programs["keep"] = jax.jit(write, donate_argnums=0, compiler_options=compile_options())
-        return self._programs["keep"](self._state, tried, lengths, counts, slots)
+        program = self._programs.jitted("keep", partial(_write, self.plan, self.profile), donated=0)
+        return call(program, self._state, tried, lengths, counts, slots)
 
     def _checked(self, tokens, bank=None):
         """The tokens as a list of int; ValueError before anything is computed."""
@@ -278,7 +276,7 @@ class Model:
             valid[row], lengths[row], slots[row] = len(part), bank.length, bank.slot
         program = self._program(bucket, every, trial)
         prepared = self._prepared(banks, parts, rows, size)
-        called = program(self._weights, self._arrays, tokens, lengths, valid, slots, *prepared)
+        called = call(program, self._weights, self._arrays, tokens, lengths, valid, slots, *prepared)
         logits, self._arrays, seen, tried = called
         for row, bank in enumerate(banks):
             bank.trial, bank.seen = None, Seen(seen, row)
@@ -308,11 +306,8 @@ class Model:
         return (out,)
 
     def _program(self, bucket, every, trial=False):
-        key = (bucket, every, trial, self.taps)
-        if key not in self._programs:
-            run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every, self.taps, trial)
-            self._programs[key] = jax.jit(run, donate_argnums=1, compiler_options=compile_options())
-        return self._programs[key]
+        run = partial(_run, self.arithmetic, self.config, self.plan, self.profile, bucket, every, self.taps, trial)
+        return self._programs.jitted((bucket, every, trial, self.taps), run, donated=1)
 
 
 def _most(allocate, banks, fewest):

@@ -12,7 +12,7 @@ pytest.importorskip("jax", reason="JAX is not installed")
 import jax
 import jax.numpy as jnp
 
-from ds4jax import drafting, families
+from ds4jax import compilation, drafting, families
 from ds4jax.model import Model
 from ds4jax.speculative import Tap
 from ds4jax.state import Chunk, Sequences, allocate
@@ -30,7 +30,7 @@ TOKENS_ALWAYS = ("qwen35-model-mtp", "naive_n05_flash-medium")
 def quick_compilation(monkeypatch):
     """What is held to an oracle here is arithmetic; XLA need not make it fast."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    monkeypatch.setattr(drafting, "compile_options", lambda: options)
+    monkeypatch.setattr(compilation, "compile_options", lambda: options)
 
 
 def by_size(cases, name):

@@ -13,8 +13,7 @@ pytest.importorskip("jax", reason="JAX is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4jax import drafting
-from ds4jax import model as device
+from ds4jax import compilation, drafting
 from ds4jax.model import Model
 from ds4jax.speculative import Target
 from ds4ref.generation import Generation
@@ -61,8 +60,7 @@ def quick_compilation():
     """What is compared here is answers; XLA need not make them fast."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (drafting, device):
-            patch.setattr(module, "compile_options", lambda: options)
+        patch.setattr(compilation, "compile_options", lambda: options)
         yield
 
 
