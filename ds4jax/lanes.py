@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ds4ref.quants import TensorType
+from ds4ref.quants import BLOCK, TensorType
 
 from . import packing, primitives
 
@@ -25,16 +26,14 @@ def read(w, name, *where, lanes=None):
     """Plane ``name`` of one matrix: [b, *field, N or size], without the field axes for which ``where`` names a position."""
     plane, lead = w.planes[name], len(w.index)
     start, size = (0, w.rows) if lanes is None else lanes
-    own = list(plane.shape[lead:])
-    fixed = {axis: at for axis, at in enumerate(where, 1) if at is not None}
-    starts = [*w.index, *(fixed.get(axis, 0) for axis in range(len(own) - 1)), start]
-    sizes = [1 if axis in fixed else n for axis, n in enumerate(own[:-1])] + [size]
-    shape = [n for axis, n in enumerate(sizes) if axis not in fixed]
-    if all(isinstance(at, int) for at in starts):
-        cut = lax.slice(plane, starts, [at + n for at, n in zip(starts, [1] * lead + sizes, strict=True)])
-    else:
-        cut = lax.dynamic_slice(plane, starts, [1] * lead + sizes)
-    return cut.reshape(shape)
+    at = {axis: n for axis, n in enumerate(where, lead + 1) if n is not None}
+    starts = [*(at.get(axis, 0) for axis in range(plane.ndim - 1)), w.first + start]
+    sizes = [*(1 if axis in at else n for axis, n in enumerate(plane.shape[:-1])), size]
+    if isinstance(start, int):  # what is known is cut off first: of several experts at once XLA gathers the rest by two numbers
+        plane = lax.slice(plane, starts, [first + n for first, n in zip(starts, sizes, strict=True)])
+        starts = [0] * plane.ndim
+    cut = lax.dynamic_slice(plane, [*w.index, *starts[lead:]], [*[1] * lead, *sizes[lead:]])
+    return cut.reshape([n for axis, n in enumerate(sizes) if axis >= lead and axis not in at])
 
 
 def _read_f32(w, name, *where, lanes=None):
@@ -56,8 +55,29 @@ def _last_sum(x):
 
 def _add_blocks(p):
     """[..., N] → [N]. The barrier makes one fusion of p; ``ones @`` is the reduction that Eigen does well."""
-    p = lax.optimization_barrier(p.reshape(-1, p.shape[-1]))
+    return _add_rows(lax.optimization_barrier(p.reshape(-1, p.shape[-1])))
+
+
+@jax.custom_batching.custom_vmap
+def _add_rows(p):
     return jnp.ones(len(p), jnp.float32) @ p
+
+
+@_add_rows.def_vmap
+def _add_rows_of_each(count, _, p):
+    """As many products: JAX's own rule makes one of them all, for which XLA writes p transposed, twenty times slower."""
+    return (jnp.ones((count, 1, p.shape[1]), jnp.float32) @ p)[:, 0], True
+
+
+def _words(w, *parts):
+    """Plane "q" as a list of its words, each [b, *parts, N], parts: what a block is made of."""
+    return [read(w, "q", j).reshape(-1, *parts, w.rows) for j in range(w.planes["q"].shape[-3])]
+
+
+def _codes(w, lanes, *parts):
+    """Plane "q" of some lanes, a block's words together: [b, *parts, W, C]."""
+    q = read(w, "q", lanes=lanes).swapaxes(1, 2)
+    return q.reshape(-1, *parts, *q.shape[-2:])
 
 
 def _int8_scale(w, lanes=None):
@@ -73,12 +93,20 @@ def _int8_scale(w, lanes=None):
     return scale, minimum
 
 
+BYTES = np.arange(0, 32, 8)
+
+
+def _met(x, shifts, bits):
+    """x as it meets codes of ``bits`` bits that begin at bits ``shifts`` (an array as x's last axes) of words of 32: divided by
+    that power of two, exactly, since codes are masked where they lie, one operation less than to shift them down."""
+    return x * np.where(shifts + bits == 32, 1.0, 2.0**-shifts).astype(np.float32)
+
+
 def _term(words, shift, bits, x):
-    """Codes of ``bits`` bits at bit ``shift`` of words [..., N] times x [...]. They are masked where they lie, and the power of
-    two goes into x, exactly: one operation less than to shift them down. (The highest might be taken for a sign.)"""
-    if shift + bits == 32:
+    """Codes of ``bits`` bits at bit ``shift`` of words [..., N] times what :func:`_met` gives of x [...]."""
+    if shift + bits == 32:  # the highest bit would be taken for a sign
         return lax.shift_right_logical(words, shift).astype(jnp.float32) * x[..., None]
-    return (words & ((1 << bits) - 1 << shift)).astype(jnp.float32) * (x * 2.0**-shift)[..., None]
+    return (words & ((1 << bits) - 1 << shift)).astype(jnp.float32) * x[..., None]
 
 
 def _float_product(w, x):
@@ -92,12 +120,13 @@ def _float_chunk(w, lanes):
 
 
 def _int8_product(w, x):
-    S, words = w.planes["q"].shape[-3:-1]
+    words = w.planes["q"].shape[-3]
+    S = BLOCK[TensorType[w.type]][0] // (4 * words)
     t = 2 if words == 4 and S % 2 == 0 else 1  # sub-blocks that share an output: 32 terms where there can be
     split = (-1, S // t, t)
     x = x.reshape(*split, words, 4)
-    q = [read(w, "q", None, j).reshape(*split, w.rows) for j in range(words)]
-    sums = _last_sum(x.reshape(*split, 4 * words))
+    q = _words(w, S // t, t)
+    sums, x = _last_sum(x.reshape(*split, 4 * words)), _met(x, BYTES, 8)
     bias = packing.BIAS.get(TensorType[w.type], 0)
     least = lax.optimization_barrier((-bias * sums, sums))
 
@@ -118,7 +147,8 @@ def _int8_product(w, x):
 
 
 def _int8_chunk(w, lanes):
-    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 8)[:, :, 0] - packing.BIAS.get(TensorType[w.type], 0)
+    S = BLOCK[TensorType[w.type]][0] // (4 * w.planes["q"].shape[-3])
+    q = _parts(_codes(w, lanes, S, 1), 8)[:, :, 0] - packing.BIAS.get(TensorType[w.type], 0)
     scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
     q = q.astype(jnp.float32) * scale[:, :, None, None]
     if minimum is not None:
@@ -141,7 +171,8 @@ def _parts(words, bits):
 def _q4_k_product(w, x):
     x = x.reshape(-1, 4, 2, 8, 4)  # sub-block 2g in the low nibbles of group g, 2g + 1 in the high ones
     sums = lax.optimization_barrier(_last_sum(x.reshape(-1, 4, 2, 32)))
-    q = [read(w, "q", None, j) for j in range(8)]
+    x = _met(x, np.array([[BYTES], [BYTES + 4]]), 4)
+    q = _words(w, 4)
 
     def half(h):
         two = [[_term(q[j], 8 * k + 4 * h, 4, x[:, :, h, j, k]) for j in range(8) for k in (i, i + 1)] for i in (0, 2)]
@@ -153,7 +184,7 @@ def _q4_k_product(w, x):
 
 
 def _q4_k_chunk(w, lanes):
-    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)  # [b, 4, 2, 8, 4, C]
+    q = _parts(_codes(w, lanes, 4, 1), 4)  # [b, 4, 2, 8, 4, C]
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None] for name in "dm")
     factors = d * _read_f32(w, "sc", lanes=lanes), m * _read_f32(w, "mn", lanes=lanes)
     scale, minimum = (f[:, :, :, None, None] for f in lax.optimization_barrier(factors))
@@ -163,7 +194,8 @@ def _q4_k_chunk(w, lanes):
 def _q2_k_product(w, x):
     x = x.reshape(-1, 2, 4, 2, 8, 2)  # half, code in the byte, which 16, word of 16 bits, byte
     sums = lax.optimization_barrier(_last_sum(x.reshape(-1, 2, 4, 2, 16)))
-    q = [read(w, "q", None, None, j) for j in range(8)]
+    x = _met(x, np.arange(0, 8, 2).reshape(4, 1, 1, 1) + BYTES[:2], 2)
+    q = _words(w, 2, 2)
     p = least = 0
     for k in range(4):
         s = read(w, "s", None, None, k)
@@ -179,14 +211,15 @@ def _q2_k_chunk(w, lanes):
     d, m = (_read_f32(w, name, lanes=lanes)[:, None, None, None] for name in "dm")
     factors = d * (s & 15).astype(jnp.float32), m * (s >> 4).astype(jnp.float32)  # [b, half, which 16, code, C]
     scale, minimum = (f.swapaxes(2, 3)[..., None, None, :] for f in lax.optimization_barrier(factors))
-    q = _parts(read(w, "q", lanes=lanes)[:, :, None], 2)  # [b, half, code, which 16, word, byte, C]
+    q = _parts(_codes(w, lanes, 2, 1, 2), 2)  # [b, half, code, which 16, word, byte, C]
     return (q.astype(jnp.float32) * scale + minimum).reshape(w.columns, lanes[1])
 
 
 def _nibbles_product(w, x):
     x = x.reshape(-1, 8, 2, 4, 4)  # low nibbles are values 0 to 15 of a sub-block, high ones 16 to 31; word, byte
     least = lax.optimization_barrier(-60 * _last_sum(x.reshape(-1, 8, 32)))
-    q = [read(w, "q", None, j) for j in range(4)]
+    x = _met(x, BYTES, 8)
+    q = _words(w, 8)
 
     def values(words, high):
         """Four values + 60 in a word: of a code m in its byte 17 m, and one more where the second bit of m is set."""
@@ -204,7 +237,7 @@ def _nibbles_product(w, x):
 
 def _nibbles_chunk(w, lanes):
     scale = lax.optimization_barrier(_int8_scale(w, lanes)[0])[:, :, None, None, None]
-    m = _parts(read(w, "q", lanes=lanes)[:, :, None], 4)
+    m = _parts(_codes(w, lanes, 8, 1), 4)
     q = 17 * m + (m >> 1 & 1) - 60
     return (q.astype(jnp.float32) * scale).reshape(w.columns, lanes[1])
 
@@ -268,7 +301,7 @@ KINDS = {
     "int8": Kind(4, _int8_product, _int8_chunk),
     "float": Kind(4, _float_product, _float_chunk),
     "Q4_K": Kind(4, _q4_k_product, _q4_k_chunk),
-    "Q2_K": Kind(5, _q2_k_product, _q2_k_chunk),
+    "Q2_K": Kind(4, _q2_k_product, _q2_k_chunk),
     "nibbles": Kind(4, _nibbles_product, _nibbles_chunk),
     "IQ2_XXS": Kind(4, _iq2_xxs_product, _iq2_xxs_chunk),
 }

@@ -20,9 +20,24 @@ from jax import lax
 from ds4ref.state import Recurrent
 
 from .state import Sequences, allocate
-from .weights import embed_rows, select_layer
+from .weights import embed_rows, fit_beside, pack_beside, pack_stack, select_layer
 
 LONGEST_PERIOD = 8
+SAME_INPUT = [
+    [f"{name}.weight" for name in names.split()]
+    for names in (
+        "attn_q attn_k attn_v attn_gate",
+        "attn_q attn_k attn_v",
+        "attn_qkv attn_gate",
+        "attn_q_a attn_kv",
+        "attn_compressor_kv attn_compressor_gate",
+        "indexer_compressor_kv indexer_compressor_gate",
+        "ffn_gate ffn_up",
+        "ffn_gate_shexp ffn_up_shexp",
+        "ffn_gate_exps ffn_up_exps",
+    )
+]
+"""Matrices of a layer that meet the same input, and so are packed side by side where they can be (``weights.linears``)."""
 
 
 def embed(weights, tokens):
@@ -111,18 +126,35 @@ class Plan:
         """The reference's name of layer i's component ``name``."""
         return name if name in self.homes else f"{i}.{name}"
 
-    def load(self, tensors, pack_stack, did=lambda tensor: None):
-        """Weights of every run, stacked by ``pack_stack``: [run][place][name] → [repeats, …]. Streams tensor by tensor."""
-        return [[self._place(tensors, run, j, pack_stack, did) for j in range(run.period)] for run in self.runs]
+    def load(self, tensors, layout, operands, did=lambda tensor: None):
+        """Weights of every run, stacked: [run][place][name] → [repeats, …]. Streams tensor by tensor.
 
-    def _place(self, tensors, run, j, pack_stack, did):
-        loaded = {}
-        for name in layer_tensors(tensors, self.prefix, run.start + j):
-            members = [tensors[self.prefix.format(i=i) + name] for i in run.members(j)]
-            loaded[name] = pack_stack(members)
-            for tensor in members:
-                did(tensor)
-        return loaded
+        layout: see :mod:`ds4jax.weights`; operands: function of a stack's tensors; did: called for every tensor.
+        """
+
+        def place(run, j):
+            loaded = {}
+            for names in self._together(tensors, run.start + j, layout):
+                members = [{name: tensors[self.prefix.format(i=i) + name] for name in names} for i in run.members(j)]
+                own = [tensor for member in members for tensor in member.values()]
+                if len(names) > 1:
+                    loaded["+".join(names)] = pack_beside(members, layout, operands(own))
+                else:
+                    loaded[names[0]] = pack_stack(own, layout, operands(own))
+                for tensor in own:
+                    did(tensor)
+            return loaded
+
+        return [[place(run, j) for j in range(run.period)] for run in self.runs]
+
+    def _together(self, tensors, i, layout):
+        """Lists of the names of layer i's tensors: those that lie side by side, and the others each by itself."""
+        held = layer_tensors(tensors, self.prefix, i)
+        for names in SAME_INPUT:
+            if all(name in held for name in names) and fit_beside([held[name] for name in names], layout):
+                held = {name: tensor for name, tensor in held.items() if name not in names}
+                yield names
+        yield from ([name] for name in held)
 
     def allocate(self, banks, context, dtype=jnp.float32):
         """State of every run: [run][place][component] → arrays [repeats, banks, …]. Recurrent state is always float32."""

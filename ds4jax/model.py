@@ -26,7 +26,7 @@ from .compilation import Programs, call
 from .layers import Plan, of_layers
 from .state import Chunk, from_snapshot, to_snapshot
 from .trials import Seen, Trial
-from .weights import pack, pack_stack, roomy
+from .weights import pack, roomy
 
 SIZES = (1, 16, 64, 256, 512, 1024, 4096)
 TRIAL_SIZES = (1, 2, 3, 4, 6, 8, 16, 32)
@@ -109,7 +109,7 @@ class Model:
         layout = self.weights_layout = roomy(layout, tensors.values())
         self._weights = {
             "top": {name: pack(tensor, layout, _operands([tensor], dtype)) for name, tensor in top.items()},
-            "layers": self.plan.load(tensors, lambda stack: pack_stack(stack, layout, _operands(stack, dtype)), did),
+            "layers": self.plan.load(tensors, layout, partial(_operands, dtype=dtype), did),
         }
         self.rows_in = jnp.dtype(dtype)
         allocate = partial(self.plan.allocate, context=context, dtype=self.rows_in)

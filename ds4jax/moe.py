@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from . import primitives
 from . import weights as packed
 from .ops import sigmoid, swiglu_activation, top_k
-from .weights import linear
+from .weights import linear, linears
 
 
 def route(affinity, used, bias=None, scale=1.0, floor=1e-20):
@@ -53,10 +53,10 @@ def experts(x, chosen, weights, w, limit=0.0, clamp="gate", activation=None, own
 def shared_expert(x, w, limit=0.0, clamp="gate"):
     """The expert every token passes: ``ffn_{gate,up,down}_shexp.weight``."""
     gate, up, down = (w[f"ffn_{name}_shexp.weight"] for name in ("gate", "up", "down"))
-    return linear(down, swiglu_activation(linear(gate, x), linear(up, x), limit, clamp))
+    return linear(down, swiglu_activation(*linears((gate, up), x), limit, clamp))
 
 
 def dense(x, w, limit=0.0, clamp="gate"):
     """A dense SwiGLU feed-forward: ``ffn_{gate,up,down}.weight``."""
     gate, up, down = (w[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
-    return linear(down, swiglu_activation(linear(gate, x), linear(up, x), limit, clamp))
+    return linear(down, swiglu_activation(*linears((gate, up), x), limit, clamp))

@@ -1,7 +1,8 @@
 """GGUF blocks on the host → planes for the device: the file's bits, regrouped so that a product can stream them.
 
 A plane holds one field of every block of a matrix [N, K], output rows last ("lanes"): [K / block, *field, N]. Codes of a row
-are in words of 32 or 16 bits, the first in the lowest ones: a product reads few streams and masks codes where they lie. Kinds:
+are in words of 32 or 16 bits, the first in the lowest ones: a product reads few streams and masks codes where they lie. The
+words of a few blocks are put together by their number, [K / (g · block), W, g · …, N], so that each stream is long. Kinds:
 
     int8     values × a scale per block or sub-block (+ a minimum): exact for every type but the plain ones
     float    the plain float types, at their own width (float64 as float32, bfloat16 as the upper half of a float32's bits)
@@ -15,8 +16,7 @@ that ``ds4ref.quants`` gives. Field layouts are those of the GGUF format (ggml's
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import product
-from math import prod
+from math import gcd, prod
 
 import gguf
 import ml_dtypes
@@ -63,6 +63,7 @@ BIAS = {
 
 WORDS = {"Q2_K": "<u2"}  # not int32: XLA copies first what a fusion reads sixteen times, for as many codes
 LANE_PAD = 16
+STREAM_ROWS = 8  # rows of lanes in a stream, where there are as many
 ROWS_AT_ONCE = 64  # rows whose blocks are unpacked together: the temporaries stay in the cache
 
 
@@ -86,7 +87,10 @@ def planes(data, type, shape, layout="cpu"):
 
 
 def stacked_planes(datas, type, shape, layout="cpu"):
-    """The planes of tensors of one type and shape, one behind the other: name → [len(datas), ..., K / block, *field, N]."""
+    """The planes of tensors of one type and shape, one behind the other: name → [len(datas), ..., K / block, *field, N].
+
+    One of ``datas`` may be a list: the bytes of several tensors [..., n, K], whose rows together are the N, side by side.
+    """
     *lead, N, K = shape
     matrices = prod(lead)
     if type in FLOATS:
@@ -96,26 +100,42 @@ def stacked_planes(datas, type, shape, layout="cpu"):
 
     def blocks_of(data):
         blocks = values(data) if size is None else data.reshape(-1, size)
-        return blocks.reshape(matrices, N, -1, blocks.shape[-1])
+        return blocks.reshape(matrices, -1, K // (blocks.shape[-1] if size is None else BLOCK[type][0]), blocks.shape[-1])
 
     def unpack(blocks, m, n):
         rows = blocks[m, n : n + ROWS_AT_ONCE]
         fields = split(rows.reshape(-1, rows.shape[-1]))
-        return {name: field.reshape(*rows.shape[:2], *field.shape[1:]) for name, field in fields.items()}
+        fields = {name: field.reshape(*rows.shape[:2], *field.shape[1:]) for name, field in fields.items()}
+        if type not in FLOATS and kind(type, layout) != "IQ2_XXS":
+            fields["q"] = _words_first(fields["q"])
+        return fields
 
     def write(part):
-        l, m, n = part
-        for name, field in unpack(held[l], m, n).items():
-            out[name][l, m, ..., n : n + len(field)] = np.moveaxis(field, 0, -1)
+        l, first, blocks, m, n = part
+        for name, field in unpack(blocks, m, n).items():
+            out[name][l, m, ..., first + n : first + n + len(field)] = np.moveaxis(field, 0, -1)
 
-    out, held = {}, [blocks_of(data) for data in datas]
-    for name, field in unpack(held[0], 0, 0).items():
+    out, held = {}, []
+    for l, data in enumerate(datas):
+        first = 0
+        for blocks in map(blocks_of, data if isinstance(data, list) else [data]):
+            held.append((l, first, blocks))
+            first += blocks.shape[1]
+    for name, field in unpack(held[0][2], 0, 0).items():
         width = N + LANE_PAD * (name == "q" and N * field.itemsize % 1024 == 0)
         out[name] = _aligned((len(datas), matrices, *field.shape[1:], width), field.dtype)
-    parts = product(range(len(datas)), range(matrices), range(0, N, ROWS_AT_ONCE))
+    parts = ((*one, m, n) for one in held for m in range(matrices) for n in range(0, one[2].shape[1], ROWS_AT_ONCE))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets go of the interpreter while it copies
         list(pool.map(write, parts))
     return {name: plane.reshape(-1, *lead, *plane.shape[2:]) for name, plane in out.items()}
+
+
+def _words_first(q):
+    """Codes [n, b, …, W] as [n, b / g, W, g · …]. A product reads the W words side by side: each is so a stream over several
+    blocks, which CPUs read ahead of; short ones that share a page of memory they do not tell apart."""
+    blocks, parts = q.shape[1], prod(q.shape[2:-1])
+    together = gcd(blocks, max(1, STREAM_ROWS // parts))
+    return q.reshape(len(q), blocks // together, together * parts, -1).swapaxes(2, 3)
 
 
 def _aligned(shape, dtype):

@@ -11,6 +11,7 @@ Letters: N output rows, K columns, T rows of x, L layers, E experts; b blocks al
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -32,10 +33,11 @@ FEW_ROWS = 6  # rows of x that are multiplied one by one
 SMALL = 1 << 16  # values up to which a matrix is dequantised whole: its product is not worth a long program
 CHUNK_VALUES = 1 << 20  # float32 values dequantised at a time
 TILES = (64, 16)  # tokens of one expert multiplied at a time: as many large tiles as there are tokens for, then small ones
+PARTIAL_SUMS = 1 << 21  # bytes of partial sums of experts that are computed at once
 PAIRS_PER_EXPERT = 8  # (token, expert) pairs per expert from which dequantising an expert pays
 
 
-_META = ["type", "kind", "rows", "columns", "operands"]
+_META = ["type", "kind", "rows", "columns", "operands", "first"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["planes", "index"], meta_fields=_META)
@@ -46,7 +48,8 @@ class Packed:
     index: positions along the first axes of the stack, integers or traced scalars, that ``at`` has chosen. They are applied
     where a plane is read, so that a product in a loop over layers or experts copies nothing.
     type: name of the GGUF type; kind: which planes there are, see :mod:`ds4jax.packing`. operands: "float32", or "bfloat16",
-    to which a product rounds what it multiplies; it adds up in float32 either way.
+    to which a product rounds what it multiplies; it adds up in float32 either way. first: lane of the planes that is row 0,
+    where they hold several matrices side by side, see :class:`Beside`.
     """
 
     planes: dict[str, jax.Array]
@@ -56,6 +59,7 @@ class Packed:
     columns: int
     operands: str = "float32"
     index: tuple = field(default=())
+    first: int = 0
 
     @property
     def shape(self):
@@ -68,6 +72,23 @@ class Packed:
         if len(index) > len(self.shape) - 2:
             raise ValueError(f"{self.type} weights {list(self.shape)} have no {len(index)} leading axes to index")
         return replace(self, index=(*self.index, *index))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["parts"])
+@dataclass(frozen=True)
+class Beside:
+    """Stacks of matrices with the same input side by side, so that one product reads them. parts: (name, rows) of each."""
+
+    whole: Packed
+    parts: tuple
+
+    def named(self):
+        """name → the Packed of that part; they share their planes."""
+        first, found = 0, {}
+        for name, rows in self.parts:
+            found[name] = replace(self.whole, rows=rows, first=first)
+            first += rows
+        return found
 
 
 def pack(tensor, layout="cpu", operands="float32"):
@@ -115,6 +136,25 @@ def pack_stack(tensors, layout="cpu", operands="float32"):
             stack = jax.tree.map(lambda a: jnp.zeros((len(tensors), *a.shape), a.dtype), packed)
         stack = _write_layer(stack, packed, layer)
     return stack
+
+
+def fit_beside(tensors, layout):
+    """Whether tensors of one layer can be packed :class:`Beside` each other: matrices, or stacks of as many, of one type and
+    with as many columns, in a layout of CPUs; each begins where a vector of lanes does."""
+    if layout not in CPU_LAYOUTS or any(len(t.shape) < 2 for t in tensors):
+        return False
+    alike = {(t.type, *t.shape[:-2], t.shape[-1]) for t in tensors}
+    floats = tensors[0].type not in PLAIN or PLAIN[tensors[0].type].kind == "f"
+    return len(alike) == 1 and floats and all(t.shape[-2] % packing.LANE_PAD == 0 for t in tensors[:-1])
+
+
+def pack_beside(layers, layout="cpu", operands="float32"):
+    """:class:`Beside` of layers [L], each a dictionary of the same names and alike tensors that :func:`fit_beside`."""
+    one = list(layers[0].values())
+    whole = replace(one[0], shape=(*one[0].shape[:-2], sum(t.shape[-2] for t in one), one[0].shape[-1]))
+    datas = [[tensor.data for tensor in layer.values()] for layer in layers]
+    planes = packing.stacked_planes(datas, whole.type, whole.shape, layout)
+    return Beside(_lanes(planes, whole, layout, operands), tuple((name, t.shape[-2]) for name, t in layers[0].items()))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -168,12 +208,15 @@ def _machine_memory():
 
 
 def select_layer(weights, layer):
-    """Layer ``layer`` (a traced integer) of a pytree of stacks [L, ...]. Packed matrices are not copied, see Packed.index."""
-    return jax.tree.map(
-        lambda w: w.at(layer) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, layer, keepdims=False),
-        weights,
-        is_leaf=lambda w: isinstance(w, Packed),
-    )
+    """Layer ``layer`` (a traced integer) of stacks [L, ...] by name, and each of what lies side by side by its own. Packed
+    matrices are not copied, see Packed.index."""
+    found = {}
+    for name, w in weights.items():
+        found |= w.named() if isinstance(w, Beside) else {name: w}
+    return {
+        name: w.at(layer) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, layer, keepdims=False)
+        for name, w in found.items()
+    }
 
 
 # Products. Everything below may be traced.
@@ -200,6 +243,29 @@ def linear(w, x):
     return y.reshape(*x.shape[:-1], w.shape[-2])
 
 
+def linears(ws, x):
+    """``linear(w, x)`` for each of several matrices; one product for those that lie :class:`Beside` each other so."""
+    groups = []
+    for w in ws:
+        if groups and _follows(groups[-1][-1], w):
+            groups[-1].append(w)
+        else:
+            groups.append([w])
+    return [y for group in groups for y in _together(group, x)]
+
+
+def _follows(before, w):
+    if not (isinstance(before, Packed) and isinstance(w, Packed)) or before.planes is not w.planes:
+        return False
+    return w.index == before.index and w.first == before.first + before.rows
+
+
+def _together(ws, x):
+    ends = list(accumulate(w.shape[-2] for w in ws))
+    whole = ws[0] if len(ws) == 1 else replace(ws[0], rows=ends[-1])
+    return jnp.split(linear(whole, x), ends[:-1], axis=-1)
+
+
 def _rounded(w, x):
     """x float32 as the operands of a product with ``w``; not by ``astype``, a pair of which XLA may leave out."""
     return lax.reduce_precision(x, 8, 7) if getattr(w, "operands", "float32") == "bfloat16" else x
@@ -207,7 +273,11 @@ def _rounded(w, x):
 
 def expert_linear(w, expert, x):
     """``x W_eᵀ`` for expert ``expert`` (a traced integer) of a stack [E, N, K]; reads only that expert's bytes."""
-    return linear(w.at(expert) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, expert, keepdims=False), x)
+    return linear(_expert(w, expert), x)
+
+
+def _expert(w, expert):
+    return w.at(expert) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, expert, keepdims=False)
 
 
 def batched_linear(w, x):
@@ -251,32 +321,37 @@ def experts(h, chosen, weights, gate, up, down, act, own=()):
 
 
 def _single_experts(h, chosen, weights, gate, up, down, act, own):
-    """Products of one row, pair after pair, sorted by expert, whose bytes are then still in the cache.
-
-    Of one row, two pairs are in a turn of the loop: XLA:CPU computes what does not depend on each other at the same time.
-    """
+    """Products of one row, pair after pair, sorted by expert, whose bytes are then still in the cache."""
     used, flat, mix = chosen.shape[1], chosen.reshape(-1), weights.reshape(-1)
 
-    def one_pair(i, x):
-        e = flat[i]
-        hidden = act(expert_linear(gate, e, x), expert_linear(up, e, x), *(a[e] for a in own))
-        return mix[i] * expert_linear(down, e, hidden)
+    def one_pair(e, x):
+        hidden = act(*linears([_expert(gate, e), _expert(up, e)], x), *(a[e] for a in own))
+        return expert_linear(down, e, hidden)
 
-    if len(h) == 1:
-        turn = 2 if used % 2 == 0 else 1
-
-        def add_turn(n, y):
-            return y + sum(one_pair(turn * n + i, h[0]) for i in range(turn))
-
-        return lax.fori_loop(0, used // turn, add_turn, jnp.zeros(down.shape[-2], jnp.float32))[None]
+    if len(h) == 1 and all(isinstance(w, Packed) and w.kind in LANES for w in (gate, up, down)):
+        return _experts_of_one(partial(one_pair, x=h[0]), flat, mix, gate, down)[None]
     order = primitives.group(flat, gate.shape[-3]).order
 
     def add_pair(n, y):
         i = order[n]
         r = i // used
-        return primitives.add_row(y, one_pair(i, lax.dynamic_index_in_dim(h, r, keepdims=False)), r)
+        return primitives.add_row(y, mix[i] * one_pair(flat[i], lax.dynamic_index_in_dim(h, r, keepdims=False)), r)
 
     return lax.fori_loop(0, flat.size, add_pair, jnp.zeros((len(h), down.shape[-2]), jnp.float32))
+
+
+def _experts_of_one(one, chosen, mix, gate, down):
+    """``Σ mix_k · one(chosen_k)``, as many experts at once as leave what their products add up in the cache: XLA:CPU shares a
+    product of several among its threads at the price of one. one: what an expert makes of the row."""
+    partial_sums = 4 * max(2 * gate.rows * gate.columns, down.rows * down.columns) // 32
+    used = len(chosen)
+    turn = max(n for n in range(1, used + 1) if used % n == 0 and (n == 1 or n * partial_sums <= PARTIAL_SUMS))
+
+    def add_turn(n, y):
+        here, share = (lax.dynamic_slice_in_dim(a, n * turn, turn) for a in (chosen, mix))
+        return y + share @ jax.vmap(one)(here)
+
+    return lax.fori_loop(0, used // turn, add_turn, jnp.zeros(down.rows, jnp.float32))
 
 
 def _grouped_experts(h, chosen, weights, gate, up, down, act, own):

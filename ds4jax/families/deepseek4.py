@@ -10,7 +10,7 @@ from ..indexer import choose
 from ..layers import embed
 from ..ops import angles, rms_norm, rotate_tail, softmax, softplus
 from ..rounding import hadamard, round_blocks, round_e2m1, round_e4m3
-from ..weights import batched_linear, dequantize, linear
+from ..weights import batched_linear, dequantize, linear, linears
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
 
@@ -70,8 +70,9 @@ def attention(c, i, w, state, h):
     r, positions = c.ratios[i], state.positions
     frequencies = _frequencies(c, r)
     theta = angles(positions, frequencies)
-    latent, q = queries(c, w, h, theta)
-    state["raw"].append(raw_row(c, w, h, theta))
+    latent, row = linears([w["attn_q_a.weight"], w["attn_kv.weight"]], h)
+    latent, q = queries(c, w, latent, theta)
+    state["raw"].append(raw_row(c, w, row, theta))
     raw = state["raw"].rows()
     seen = [Seen(raw, raw, c.window)]
     if r:
@@ -84,17 +85,16 @@ def attention(c, i, w, state, h):
     return projected(c, w, attend(q, *seen, scale=c.head_width**-0.5, sinks=w["attn_sinks.weight"]), theta)
 
 
-def queries(c, w, h, theta):
-    """(query latent [B, T, q_rank], normalised and rotated queries [B, T, H, d]) of the normalised input h [B, T, D]."""
-    latent = rms_norm(linear(w["attn_q_a.weight"], h), w["attn_q_a_norm.weight"], c.norm_eps)
-    q = linear(w["attn_q_b.weight"], latent).reshape(*h.shape[:2], c.heads, c.head_width)
+def queries(c, w, latent, theta):
+    """(query latent [B, T, q_rank] normalised, normalised and rotated queries [B, T, H, d]) of what ``attn_q_a`` gives."""
+    latent = rms_norm(latent, w["attn_q_a_norm.weight"], c.norm_eps)
+    q = linear(w["attn_q_b.weight"], latent).reshape(*latent.shape[:2], c.heads, c.head_width)
     return latent, rotate_tail(rms_norm(q, eps=c.norm_eps), theta[:, :, None, :])
 
 
-def raw_row(c, w, h, theta):
-    """The rows [B, T, d], keys and values at once, that tokens leave by the normalised input h [B, T, D]."""
-    row = rms_norm(linear(w["attn_kv.weight"], h), w["attn_kv_a_norm.weight"], c.norm_eps)
-    return _round_row(c, rotate_tail(row, theta))
+def raw_row(c, w, row, theta):
+    """The rows [B, T, d], keys and values at once, that tokens leave by what ``attn_kv`` gives."""
+    return _round_row(c, rotate_tail(rms_norm(row, w["attn_kv_a_norm.weight"], c.norm_eps), theta))
 
 
 def projected(c, w, out, theta):
@@ -107,8 +107,8 @@ def projected(c, w, out, theta):
 def compress(c, w, component, prefix, r, frequencies, h, round_row):
     """Feed the tokens' (content, gate) rows to a compressor; completed blocks become normalised, rotated rows."""
     slot = component.chunk.positions % r
-    content = linear(w[f"{prefix}_kv.weight"], h)
-    gate = linear(w[f"{prefix}_gate.weight"], h) + dequantize(w[f"{prefix}_ape.weight"])[slot]
+    content, gate = linears([w[f"{prefix}_kv.weight"], w[f"{prefix}_gate.weight"]], h)
+    gate = gate + dequantize(w[f"{prefix}_ape.weight"])[slot]
 
     def block(tokens, held, b):
         if r == 4:

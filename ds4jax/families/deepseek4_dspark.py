@@ -6,7 +6,7 @@ from ..attention import attend_rows
 from ..layers import embed, layer_tensors
 from ..noise import committed
 from ..ops import angles, rms_norm, rope_frequencies
-from ..weights import linear
+from ..weights import linear, linears
 from . import deepseek4
 
 __all__ = ["commit", "draft_logits", "draft_rows", "draft_tensors"]
@@ -25,7 +25,7 @@ def commit(c, top, w, state, outputs):
     joint = linear(top["dspark.main_proj.weight"], jnp.concatenate([jnp.mean(s, axis=-2) for s in outputs], axis=-1))
     rows = rms_norm(joint, top["dspark.main_norm.weight"], t.norm_eps)
     for i, stage in zip(c.stages, w, strict=True):
-        state[f"{i}.raw"].append(deepseek4.raw_row(t, stage, rows, theta))
+        state[f"{i}.raw"].append(deepseek4.raw_row(t, stage, linear(stage["attn_kv.weight"], rows), theta))
 
 
 def _angles(c, positions):
@@ -44,10 +44,11 @@ def draft_rows(c, top, w, state, anchor, count):
 
         def attend(h, stage=stage, rows=rows, seats=seats):
             """The block's rows see the committed ones and each other."""
-            seen = jnp.concatenate([rows, deepseek4.raw_row(t, stage, h, theta)], axis=1)[:, None]
+            latent, row = linears([stage["attn_q_a.weight"], stage["attn_kv.weight"]], h)
+            seen = jnp.concatenate([rows, deepseek4.raw_row(t, stage, row, theta)], axis=1)[:, None]
             exists = jnp.concatenate([seats >= 0, jnp.ones(tokens.shape, bool)], axis=1)
             mask = jnp.broadcast_to(exists[:, None], (*tokens.shape, exists.shape[1]))
-            q = deepseek4.queries(t, stage, h, theta)[1]
+            q = deepseek4.queries(t, stage, latent, theta)[1]
             read = attend_rows(q, seen, seen, mask, t.head_width**-0.5, stage["attn_sinks.weight"])
             return deepseek4.projected(t, stage, read, theta)
 

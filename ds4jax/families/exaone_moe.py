@@ -6,7 +6,7 @@ from .. import moe, nextn
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves
-from ..weights import linear
+from ..weights import linear, linears
 
 __all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
@@ -34,7 +34,8 @@ def layer(c, i, w, state, x):
 
 def attention(c, i, w, state, h):
     """Grouped-query attention on the normalised input h [B, T, D]; rotation and window on sliding layers only."""
-    q, k, v = (linear(w[f"attn_{part}.weight"], h).reshape(*h.shape[:2], -1, c.head_width) for part in "qkv")
+    rows = linears([w[f"attn_{part}.weight"] for part in "qkv"], h)
+    q, k, v = (part.reshape(*h.shape[:2], -1, c.head_width) for part in rows)
     q = rms_norm(q, w["attn_q_norm.weight"], c.norm_eps)
     k = rms_norm(k, w["attn_k_norm.weight"], c.norm_eps)
     if c.sliding[i]:

@@ -6,7 +6,7 @@ from .. import moe
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, rms_norm, rope_frequencies, rotate_head, sigmoid
-from ..weights import linear
+from ..weights import linear, linears
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
 
@@ -35,7 +35,8 @@ def layer(c, i, w, state, x):
 def attention(c, w, state, h):
     """Grouped-query attention over all tokens so far, on the normalised input h [B, T, D]."""
     theta = angles(state.positions, rope_frequencies(c.rotary, c.rope_base))[:, :, None, :]
-    q, k, v = (linear(w[f"attn_{part}.weight"], h).reshape(*h.shape[:2], -1, c.head_width) for part in "qkv")
+    rows = linears([w[f"attn_{part}.weight"] for part in "qkv"], h)
+    q, k, v = (part.reshape(*h.shape[:2], -1, c.head_width) for part in rows)
     state["k"].append(rotate_head(k, theta))
     state["v"].append(v)
     out = attend(rotate_head(q, theta), Seen(state["k"].rows(), state["v"].rows()), scale=c.head_width**-0.5)

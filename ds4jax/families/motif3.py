@@ -8,7 +8,7 @@ from .. import hyper, moe
 from ..attention import Seen, attend
 from ..layers import embed, layer_tensors
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_tail, sigmoid
-from ..weights import dequantize, linear
+from ..weights import dequantize, linear, linears
 
 __all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "draft_tensors", "finish", "layer", "start", "uses"]
 
@@ -97,7 +97,7 @@ def feed_forward(c, w, a):
 
 def _poly_unit(c, w, kind, x):
     """``down( poly_norm(gate x) · (up x) · scale )`` of the dense or the shared unit."""
-    gate, up = (linear(w[f"ffn_{part}{kind}.weight"], x) for part in ("gate", "up"))
+    gate, up = linears([w[f"ffn_{part}{kind}.weight"] for part in ("gate", "up")], x)
     product = _poly_product(c, gate, up, w[f"ffn_polynorm{kind}.weight"], w[f"ffn_polynorm{kind}.bias"])
     return linear(w[f"ffn_down{kind}.weight"], product * c.poly_scale)
 

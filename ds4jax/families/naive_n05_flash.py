@@ -8,7 +8,7 @@ from ..indexer import choose
 from ..layers import embed
 from ..ops import angles, layer_norm, rms_norm, rope_frequencies, rotate_head
 from ..rounding import round_blocks, round_e4m3
-from ..weights import linear
+from ..weights import linear, linears
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
 
@@ -38,7 +38,7 @@ def attention(c, i, w, state, n):
     """Attention on the normalised input n [B, T, D]: the window with sinks, or the indexer's choice without."""
     sliding = c.sliding[i]
     theta = angles(state.positions, rope_frequencies(c.rotary, c.rope_base_sliding if sliding else c.rope_base))
-    q, k, v = (linear(w[f"attn_{part}.weight"], n) for part in "qkv")
+    q, k, v = linears([w[f"attn_{part}.weight"] for part in "qkv"], n)
     q = rotate_head(q.reshape(*n.shape[:2], c.heads, c.key_width), theta[:, :, None, :])
     state["k"].append(rotate_head(k.reshape(*n.shape[:2], -1, c.key_width), theta[:, :, None, :]))
     state["v"].append(v.reshape(*n.shape[:2], -1, c.value_width) * c.value_scale)

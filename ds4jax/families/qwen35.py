@@ -13,6 +13,7 @@ from ..recurrent import convolve, gated_delta
 from ..rounding import hadamard
 from ..weights import dequantize
 from ..weights import linear as product
+from ..weights import linears as products
 
 __all__ = [
     "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "tensors_of", "uses",
@@ -70,18 +71,25 @@ def linear(c, w, name, x):
     return product(w[f"{name}.weight"], x if signs is None else _rotate(c, x * signs))
 
 
+def linears(c, w, names, x):
+    """:func:`linear` of several matrices."""
+    if any(f"{name}.signs" in w for name in names):
+        return [linear(c, w, name, x) for name in names]
+    return products([w[f"{name}.weight"] for name in names], x)
+
+
 def _rotate(c, x):
     return hadamard(x.reshape(*x.shape[:-1], -1, c.fold.block)).reshape(x.shape)
 
 
 def delta_net(c, w, state, x):
     """Gated DeltaNet block on its normalised input x [B, T, D]. Value head j reads key head j mod Hk (tiled)."""
-    qkv = convolve(state["conv"], linear(c, w, "attn_qkv", x), dequantize(w["ssm_conv1d.weight"]))
+    qkv, z = linears(c, w, ["attn_qkv", "attn_gate"], x)
+    qkv = convolve(state["conv"], qkv, dequantize(w["ssm_conv1d.weight"]))
     a, b = linear(c, w, "ssm_alpha", x), linear(c, w, "ssm_beta", x)
     key_head = np.arange(c.value_heads) % c.key_heads
     out = gated_delta(state["memory"], qkv, a, b, w["ssm_a"], w["ssm_dt.bias"], key_head)
-    z = linear(c, w, "attn_gate", x).reshape(out.shape)
-    out = rms_norm(out, w["ssm_norm.weight"], c.norm_eps) * silu(z)
+    out = rms_norm(out, w["ssm_norm.weight"], c.norm_eps) * silu(z.reshape(out.shape))
     if c.fold and c.fold.grouped:
         out = out.reshape(*x.shape[:2], -1, c.key_heads, c.delta_width).swapaxes(2, 3)
     return linear(c, w, "ssm_out", out.reshape(*x.shape[:2], -1))
@@ -90,8 +98,9 @@ def delta_net(c, w, state, x):
 def attention(c, w, state, x):
     """Gated attention block on its normalised input x [B, T, D]. ``attn_q`` holds d query rows, then d gate rows per head."""
     theta = angles(state.positions, rope_frequencies(c.rotary, c.rope_base))[:, :, None, :]
-    q, gate = jnp.split(linear(c, w, "attn_q", x).reshape(*x.shape[:2], c.heads, -1), 2, axis=-1)
-    k, v = (linear(c, w, f"attn_{name}", x).reshape(*x.shape[:2], c.kv_heads, c.head_width) for name in "kv")
+    q, *rows = linears(c, w, ["attn_q", "attn_k", "attn_v"], x)
+    q, gate = jnp.split(q.reshape(*x.shape[:2], c.heads, -1), 2, axis=-1)
+    k, v = (part.reshape(*x.shape[:2], c.kv_heads, c.head_width) for part in rows)
     q = rotate_head(rms_norm(q, w["attn_q_norm.weight"], c.norm_eps), theta)
     k = rotate_head(rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), theta)
     state["k"].append(k)
@@ -102,7 +111,8 @@ def attention(c, w, state, x):
 
 def feed_forward(c, w, x):
     """SwiGLU on the normalised input x [B, T, D]."""
-    return linear(c, w, "ffn_down", silu(linear(c, w, "ffn_gate", x)) * linear(c, w, "ffn_up", x))
+    gate, up = linears(c, w, ["ffn_gate", "ffn_up"], x)
+    return linear(c, w, "ffn_down", silu(gate) * up)
 
 
 def draft_input(c, top, h):

@@ -14,7 +14,7 @@ from ..indexer import choose
 from ..layers import embed, layer_tensors
 from ..ops import angles, rms_norm, rope_frequencies, rotate_halves, rotate_head, sigmoid, silu, softmax, yarn_frequencies
 from ..recurrent import convolve, gated_delta, short_conv
-from ..weights import dequantize, linear
+from ..weights import dequantize, linear, linears
 
 __all__ = [
     "ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "draft_tensors", "finish", "homes", "layer",
@@ -138,13 +138,13 @@ def ngram_embedding(c, w, state, e, streams):
 
 def delta_net(c, w, state, x):
     """Gated DeltaNet block on its input x [B, T, D]."""
-    qkv = convolve(state["conv"], linear(w["attn_qkv.weight"], x), dequantize(w["ssm_conv1d.weight"]))
+    qkv, z = linears([w["attn_qkv.weight"], w["attn_gate.weight"]], x)
+    qkv = convolve(state["conv"], qkv, dequantize(w["ssm_conv1d.weight"]))
     a, b = linear(w["ssm_alpha.weight"], x), linear(w["ssm_beta.weight"], x)
     heads = np.arange(c.value_heads)
     key_head = heads // (c.value_heads // c.key_heads) if c.published else heads % c.key_heads
     out = gated_delta(state["memory"], qkv, a, b, w["ssm_a"], w["ssm_dt.bias"], key_head)
-    z = linear(w["attn_gate.weight"], x).reshape(out.shape)
-    out = rms_norm(out, w["ssm_norm.weight"], c.norm_eps) * sigmoid(z)
+    out = rms_norm(out, w["ssm_norm.weight"], c.norm_eps) * sigmoid(z.reshape(out.shape))
     return linear(w["ssm_out.weight"], out.reshape(*x.shape[:2], -1))
 
 
@@ -154,8 +154,9 @@ def attention(c, w, state, x):
     Positions are those of the block's own rows, which a draft may begin to keep anywhere in a sequence.
     """
     leading, positions = x.shape[:2], state.chunk.positions
-    q, gate = jnp.split(linear(w["attn_q.weight"], x).reshape(*leading, c.heads, -1), 2, axis=-1)
-    k, v = (linear(w[f"attn_{name}.weight"], x).reshape(*leading, c.kv_heads, c.head_width) for name in "kv")
+    q, *rows = linears([w[f"attn_{part}.weight"] for part in "qkv"], x)
+    q, gate = jnp.split(q.reshape(*leading, c.heads, -1), 2, axis=-1)
+    k, v = (part.reshape(*leading, c.kv_heads, c.head_width) for part in rows)
     state["k"].append(rotate(c, rms_norm(k, w["attn_k_norm.weight"], c.norm_eps), positions[:, :, None]))
     state["v"].append(v)
     state["index"].append(linear(w["indexer.k_proj.weight"], x))

@@ -11,7 +11,7 @@ from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import rms_norm, sigmoid, softplus
 from ..recurrent import associate, convolve
-from ..weights import dequantize, linear
+from ..weights import dequantize, linear, linears
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "tensors_of", "uses"]
 
@@ -47,12 +47,12 @@ def layer(c, i, w, state, x):
 
 def attention(c, w, state, h):
     """Grouped-query attention over all tokens so far, gated per channel, on the normalised input h [B, T, D]."""
-    q, k, v = (linear(w[f"attn_{part}.weight"], h).reshape(*h.shape[:2], -1, c.head_width) for part in "qkv")
+    *rows, gate = linears([w[f"attn_{part}.weight"] for part in ("q", "k", "v", "gate")], h)
+    q, k, v = (part.reshape(*h.shape[:2], -1, c.head_width) for part in rows)
     state["k"].append(k)
     state["v"].append(v)
     out = attend(q, Seen(state["k"].rows(), state["v"].rows()), scale=c.head_width**-0.5)
-    gate = sigmoid(linear(w["attn_gate.weight"], h))
-    return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1) * gate)
+    return linear(w["attn_output.weight"], out.reshape(*h.shape[:2], -1) * sigmoid(gate))
 
 
 def kda(c, w, state, h):

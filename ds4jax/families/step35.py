@@ -6,7 +6,7 @@ from .. import moe, nextn
 from ..attention import Seen, attend
 from ..layers import embed
 from ..ops import angles, divided_angles, rms_norm, rope_frequencies, rotate_head, sigmoid
-from ..weights import linear
+from ..weights import linear, linears
 
 __all__ = ["ARCHITECTURES", "draft_block", "draft_input", "draft_logits", "finish", "layer", "start", "uses"]
 
@@ -43,18 +43,17 @@ def attention(c, i, w, state, n, theta):
         theta = angles(state.positions, rope_frequencies(c.head_width, c.rope_base_sliding))
     theta = theta[:, :, None, :]
 
-    def heads(part):
-        return linear(w[f"attn_{part}.weight"], n).reshape(*n.shape[:2], -1, c.head_width)
+    *heads, gate = linears([w[f"attn_{part}.weight"] for part in ("q", "k", "v", "gate")], n)
+    q, k, v = (rows.reshape(*n.shape[:2], -1, c.head_width) for rows in heads)
 
-    def rotated(part):
-        return rotate_head(rms_norm(heads(part), w[f"attn_{part}_norm.weight"], c.norm_eps), theta)
+    def rotated(part, x):
+        return rotate_head(rms_norm(x, w[f"attn_{part}_norm.weight"], c.norm_eps), theta)
 
-    state["k"].append(rotated("k"))
-    state["v"].append(heads("v"))
+    state["k"].append(rotated("k", k))
+    state["v"].append(v)
     seen = Seen(state["k"].rows(), state["v"].rows(), c.window if c.sliding[i] else None)
-    out = attend(rotated("q"), seen, scale=c.head_width**-0.5)
-    gate = sigmoid(linear(w["attn_gate.weight"], n))
-    return linear(w["attn_output.weight"], (gate[..., None] * out).reshape(*n.shape[:2], -1))
+    out = attend(rotated("q", q), seen, scale=c.head_width**-0.5)
+    return linear(w["attn_output.weight"], (sigmoid(gate)[..., None] * out).reshape(*n.shape[:2], -1))
 
 
 def feed_forward(c, i, w, n):
