@@ -105,15 +105,14 @@ def rotate_pairs(x, theta, scale=1.0):
 def rotate_halves(x, theta, scale=1.0):
     """Rotate channels (k, k + n/2) of x [..., n] by theta [..., n/2]."""
     cos, sin = jnp.cos(theta) * scale, jnp.sin(theta) * scale
-    halves = x.reshape(*x.shape[:-1], 2, -1)
-    turned = halves[..., ::-1, :] * jnp.array([[-1.0], [1.0]])
-    return (halves * cos[..., None, :] + turned * sin[..., None, :]).reshape(x.shape)
+    u, v = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([u * cos - v * sin, u * sin + v * cos], axis=-1)
 
 
 def rotate_head(x, theta, rotate=rotate_halves, scale=1.0):
     """Rotate the first 2·theta.shape[-1] channels of x [..., d]; the rest passes through."""
     n = 2 * theta.shape[-1]
-    return rotate(x, theta, scale) if n == x.shape[-1] else jnp.concatenate([rotate(x[..., :n], theta, scale), x[..., n:]], -1)
+    return jnp.concatenate([rotate(x[..., :n], theta, scale), x[..., n:]], axis=-1)
 
 
 def rotate_tail(x, theta, rotate=rotate_pairs, scale=1.0):

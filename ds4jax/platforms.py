@@ -174,7 +174,7 @@ PLACES = (
     "optimization_barrier pad reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape slice split squeeze "
     "stack stop_gradient transpose"
 )
-CALLS = "closed_call custom_jvp_call custom_vjp_call jit pjit scan while"
+CALLS = "closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit pjit scan while"
 ALLOWED = frozenset(f"{ELEMENTWISE} {PLACES} {CALLS}".split())
 """JAX's primitives whose StableHLO jax-mps executes (its handlers, commit 9cc6ce6 of July 2026) and against which no report on
 jax-metal 0.1.1 is known; docs/platforms.md has what is open on older versions. A ``while`` whose end only the device knows
