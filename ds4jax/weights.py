@@ -257,7 +257,8 @@ def linears(ws, x):
 def _follows(before, w):
     if not (isinstance(before, Packed) and isinstance(w, Packed)) or before.planes is not w.planes:
         return False
-    return w.index == before.index and w.first == before.first + before.rows
+    same_index = len(w.index) == len(before.index) and all(a is b for a, b in zip(w.index, before.index, strict=True))
+    return same_index and w.first == before.first + before.rows
 
 
 def _together(ws, x):
@@ -300,7 +301,7 @@ def embed_rows(w, ids):
     if w.kind == "rows":
         return blocks.take(w, ids)
     planes = {name: read(w, name)[..., ids] for name in w.planes}
-    taken = replace(w, planes=planes, rows=len(ids), index=())
+    taken = replace(w, planes=planes, rows=len(ids), index=(), first=0)
     return KINDS[w.kind].chunk(taken, (0, len(ids))).T
 
 
