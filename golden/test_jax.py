@@ -56,7 +56,8 @@ def bfloat16_runs():
 
 @pytest.mark.parametrize("jax_run", list(bfloat16_runs()))
 def test_bfloat16(jax_run):
-    """The median: where rounding tips the choice of an expert or of rows, random weights give another distribution."""
+    """The median: where rounding tips the choice of an expert or of rows, random weights give another distribution. With the
+    same choices it is every position, see test_jax_choices.py."""
     logits, expected = (np.concatenate(both).astype(np.float64) for both in zip(*verified(jax_run, "bfloat16"), strict=True))
     assert np.median(divergence(expected, logits)) <= KL
     error = np.max(np.abs(logits - expected), axis=-1)
