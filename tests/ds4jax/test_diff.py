@@ -85,8 +85,8 @@ def test_one_experts_matrix_names_the_tokens_it_serves(tmp_path):
     model, tokens, reference = opened("k2-horizon", tmp_path)
     last = model.config.layers - 1
     weights, entry = place(model, last)
-    stack = weights["ffn_up_exps.weight"]
-    weights["ffn_up_exps.weight"] = scaled(stack, 1.1, (entry, 3))
+    stack = weights["ffn_down_exps.weight"]
+    weights["ffn_down_exps.weight"] = scaled(stack, 1.1, (entry, 3))
     blocks = judged(model, tokens, reference)
     assert wrong(blocks) == [f"block {last}"] and 0 < blocks[-2].beyond < 24
 
