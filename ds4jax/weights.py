@@ -1,6 +1,6 @@
 """Weights that stay packed: a matrix as planes of its GGUF blocks, and the products that read them.
 
-``linear``, ``expert_linear``, ``experts`` and ``embed_rows`` are all that a family needs. Formulations are those that measured
+``linear``, ``linears``, ``experts`` and ``embed_rows`` are nearly all that a family needs. Formulations are those that measured
 fastest on XLA:CPU (bench/products.py): output rows are the last axis; one row of x meets a whole matrix in one fusion of
 explicit sums, ended by a barrier and a ``ones @ p``; many rows meet float32 chunks dequantised in a loop. Shapes decide at
 trace time which it is. Pass weights to jitted functions as arguments: a captured constant would be copied into the program.
