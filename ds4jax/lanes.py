@@ -119,9 +119,13 @@ def _float_chunk(w, lanes):
     return _read_f32(w, "q", lanes=lanes).reshape(w.columns, lanes[1])
 
 
+def _sub_blocks(w):
+    """Sub-blocks in a block of the int8 kind, which has four codes in a word."""
+    return BLOCK[TensorType[w.type]][0] // (4 * w.planes["q"].shape[-3])
+
+
 def _int8_product(w, x):
-    words = w.planes["q"].shape[-3]
-    S = BLOCK[TensorType[w.type]][0] // (4 * words)
+    words, S = w.planes["q"].shape[-3], _sub_blocks(w)
     t = 2 if words == 4 and S % 2 == 0 else 1  # sub-blocks that share an output: 32 terms where there can be
     split = (-1, S // t, t)
     x = x.reshape(*split, words, 4)
@@ -147,8 +151,7 @@ def _int8_product(w, x):
 
 
 def _int8_chunk(w, lanes):
-    S = BLOCK[TensorType[w.type]][0] // (4 * w.planes["q"].shape[-3])
-    q = _parts(_codes(w, lanes, S, 1), 8)[:, :, 0] - packing.BIAS.get(TensorType[w.type], 0)
+    q = _parts(_codes(w, lanes, _sub_blocks(w), 1), 8)[:, :, 0] - packing.BIAS.get(TensorType[w.type], 0)
     scale, minimum = lax.optimization_barrier(_int8_scale(w, lanes))
     q = q.astype(jnp.float32) * scale[:, :, None, None]
     if minimum is not None:

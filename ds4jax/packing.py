@@ -83,16 +83,16 @@ def planes(data, type, shape, layout="cpu"):
     data: uint8, the tensor's bytes in the file. ``q`` has LANE_PAD unused lanes where its rows would otherwise all
     fall into the same few sets of a cache.
     """
-    return {name: plane[0] for name, plane in stacked_planes([data], type, shape, layout).items()}
+    return {name: plane[0] for name, plane in stacked_planes([[data]], type, shape, layout).items()}
 
 
 def stacked_planes(datas, type, shape, layout="cpu"):
     """The planes of tensors of one type and shape, one behind the other: name → [len(datas), ..., K / block, *field, N].
 
-    One of ``datas`` may be a list: the bytes of several tensors [..., n, K], whose rows together are the N, side by side.
+    datas: of each the bytes of its parts [..., n, K], tensors whose rows lie side by side: one of N rows, or several.
     """
     *lead, N, K = shape
-    matrices = prod(lead)
+    matrices, in_words = prod(lead), kind(type, layout) not in ("float", "IQ2_XXS")
     if type in FLOATS:
         split, values, size = lambda b: {"q": b[:, None]}, partial(_float_blocks, type=type, K=K), None
     else:
@@ -100,13 +100,14 @@ def stacked_planes(datas, type, shape, layout="cpu"):
 
     def blocks_of(data):
         blocks = values(data) if size is None else data.reshape(-1, size)
-        return blocks.reshape(matrices, -1, K // (blocks.shape[-1] if size is None else BLOCK[type][0]), blocks.shape[-1])
+        per_row = K // (blocks.shape[-1] if size is None else BLOCK[type][0])
+        return blocks.reshape(matrices, -1, per_row, blocks.shape[-1])
 
     def unpack(blocks, m, n):
         rows = blocks[m, n : n + ROWS_AT_ONCE]
         fields = split(rows.reshape(-1, rows.shape[-1]))
         fields = {name: field.reshape(*rows.shape[:2], *field.shape[1:]) for name, field in fields.items()}
-        if type not in FLOATS and kind(type, layout) != "IQ2_XXS":
+        if in_words:
             fields["q"] = _words_first(fields["q"])
         return fields
 
@@ -116,9 +117,9 @@ def stacked_planes(datas, type, shape, layout="cpu"):
             out[name][l, m, ..., first + n : first + n + len(field)] = np.moveaxis(field, 0, -1)
 
     out, held = {}, []
-    for l, data in enumerate(datas):
+    for l, parts in enumerate(datas):
         first = 0
-        for blocks in map(blocks_of, data if isinstance(data, list) else [data]):
+        for blocks in map(blocks_of, parts):
             held.append((l, first, blocks))
             first += blocks.shape[1]
     for name, field in unpack(held[0][2], 0, 0).items():

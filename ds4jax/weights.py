@@ -100,7 +100,7 @@ def pack(tensor, layout="cpu", operands="float32"):
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} of weights is unknown; {' or '.join(map(repr, LAYOUTS))} is accepted")
-    if tensor.type in PLAIN and PLAIN[tensor.type].kind == "i":
+    if _is_integer(tensor.type):
         return _integers(tensor.dequantize())
     if len(tensor.shape) == 1:
         return array(tensor)
@@ -126,8 +126,8 @@ def pack_stack(tensors, layout="cpu", operands="float32"):
         found = ", ".join(sorted(f"{TensorType(type).name} {list(shape)}" for shape, type in alike))
         raise ValueError(f"only tensors of one shape and type can be stacked, not {found or 'none'}")
     first = tensors[0]
-    if layout in CPU_LAYOUTS and len(first.shape) > 1 and (first.type not in PLAIN or PLAIN[first.type].kind == "f"):
-        datas = [tensor.data for tensor in tensors]
+    if layout in CPU_LAYOUTS and len(first.shape) > 1 and not _is_integer(first.type):
+        datas = [[tensor.data] for tensor in tensors]
         return _lanes(packing.stacked_planes(datas, first.type, first.shape, layout), first, layout, operands)
     stack = None
     for layer, tensor in enumerate(tensors):
@@ -144,8 +144,8 @@ def fit_beside(tensors, layout):
     if layout not in CPU_LAYOUTS or any(len(t.shape) < 2 for t in tensors):
         return False
     alike = {(t.type, *t.shape[:-2], t.shape[-1]) for t in tensors}
-    floats = tensors[0].type not in PLAIN or PLAIN[tensors[0].type].kind == "f"
-    return len(alike) == 1 and floats and all(t.shape[-2] % packing.LANE_PAD == 0 for t in tensors[:-1])
+    whole_vectors = all(t.shape[-2] % packing.LANE_PAD == 0 for t in tensors[:-1])
+    return len(alike) == 1 and not _is_integer(tensors[0].type) and whole_vectors
 
 
 def pack_beside(layers, layout="cpu", operands="float32"):
@@ -165,6 +165,10 @@ def _write_layer(stack, packed, layer):
 def array(tensor):
     """A tensor dequantised: float32, of its own shape. For norms, biases and what else is not multiplied as a matrix."""
     return jnp.asarray(tensor.dequantize())
+
+
+def _is_integer(type):
+    return type in PLAIN and PLAIN[type].kind == "i"
 
 
 def _integers(values):
@@ -213,10 +217,12 @@ def select_layer(weights, layer):
     found = {}
     for name, w in weights.items():
         found |= w.named() if isinstance(w, Beside) else {name: w}
-    return {
-        name: w.at(layer) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, layer, keepdims=False)
-        for name, w in found.items()
-    }
+    return {name: _entry(w, layer) for name, w in found.items()}
+
+
+def _entry(w, index):
+    """Entry ``index`` (a traced integer) of a stack: a layer, an expert."""
+    return w.at(index) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, index, keepdims=False)
 
 
 # Products. Everything below may be traced.
@@ -274,11 +280,7 @@ def _rounded(w, x):
 
 def expert_linear(w, expert, x):
     """``x W_eᵀ`` for expert ``expert`` (a traced integer) of a stack [E, N, K]; reads only that expert's bytes."""
-    return linear(_expert(w, expert), x)
-
-
-def _expert(w, expert):
-    return w.at(expert) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, expert, keepdims=False)
+    return linear(_entry(w, expert), x)
 
 
 def batched_linear(w, x):
@@ -326,7 +328,7 @@ def _single_experts(h, chosen, weights, gate, up, down, act, own):
     used, flat, mix = chosen.shape[1], chosen.reshape(-1), weights.reshape(-1)
 
     def one_pair(e, x):
-        hidden = act(*linears([_expert(gate, e), _expert(up, e)], x), *(a[e] for a in own))
+        hidden = act(*linears([_entry(gate, e), _entry(up, e)], x), *(a[e] for a in own))
         return expert_linear(down, e, hidden)
 
     if len(h) == 1 and all(isinstance(w, Packed) and w.kind in LANES for w in (gate, up, down)):

@@ -16,6 +16,8 @@ import pytest
 from ds4ref.model import Model
 
 GOLDEN = Path(__file__).parent
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of ds4jax's compiler for tests of arithmetic: XLA need not make it fast."""
 SHARED = Path(os.environ.get("DS4_SHARED", GOLDEN.parent.parent / "shared")) / "oracle"
 
 

@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from runs import GOLDEN, _model, available
+from runs import GOLDEN, QUICK, _model, available
 from test_drafts import CHAINED, CHAINS, arrays, named, opened, traced
 
 pytest.importorskip("jax", reason="JAX is not installed")
@@ -29,8 +29,7 @@ TOKENS_ALWAYS = ("qwen35-model-mtp", "naive_n05_flash-medium")
 @pytest.fixture(autouse=True)
 def quick_compilation(monkeypatch):
     """What is held to an oracle here is arithmetic; XLA need not make it fast."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    monkeypatch.setattr(compilation, "compile_options", lambda: options)
+    monkeypatch.setattr(compilation, "compile_options", lambda: QUICK)
 
 
 def by_size(cases, name):

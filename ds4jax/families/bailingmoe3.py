@@ -9,7 +9,7 @@ from ..attention import attend_latent
 from ..layers import block_number, embed
 from ..ops import angles, rms_norm, rotate_pairs, sigmoid
 from ..recurrent import associate, bounded_decay, convolve
-from ..weights import dequantize, linear
+from ..weights import dequantize, linear, linears
 
 __all__ = ["ARCHITECTURES", "finish", "layer", "start", "uses"]
 
@@ -39,9 +39,10 @@ def layer(c, i, w, state, x):
 def kda(c, w, state, h):
     """Kimi Delta Attention on the normalised input h [B, T, D]. Decay and gate are full-rank projections."""
     heads = (*h.shape[:2], c.heads, c.kda_width)
+    rows = linears([w[f"attn_{part}.weight"] for part in "qkv"], h)
     q, k, v = (
-        convolve(state[part], linear(w[f"attn_{part}.weight"], h), dequantize(w[f"ssm_conv1d_{part}.weight"])).reshape(heads)
-        for part in "qkv"
+        convolve(state[part], own, dequantize(w[f"ssm_conv1d_{part}.weight"])).reshape(heads)
+        for part, own in zip("qkv", rows, strict=True)
     )
     raw = (linear(w["ssm_f_a.weight"], h) + w["ssm_dt.bias"]).reshape(heads)
     decay = bounded_decay(raw, dequantize(w["ssm_a"]).reshape(-1), c.kda_lower)  # ssm_a holds exp(A_log)

@@ -58,12 +58,11 @@ def attention(c, w, state, h):
 def kda(c, w, state, h):
     """Kimi Delta Attention on the normalised input h [B, T, D]. Decay and gate are low-rank projections."""
     heads = (*h.shape[:2], c.heads, c.kda_width)
-
-    def convolved(part):
-        rows = linear(w[f"attn_{part}.weight"], h)
-        return convolve(state[part], rows, dequantize(w[f"ssm_conv1d_{part}.weight"])).reshape(heads)
-
-    q, k, v = (convolved(part) for part in "qkv")
+    rows = linears([w[f"attn_{part}.weight"] for part in "qkv"], h)
+    q, k, v = (
+        convolve(state[part], own, dequantize(w[f"ssm_conv1d_{part}.weight"])).reshape(heads)
+        for part, own in zip("qkv", rows, strict=True)
+    )
     raw = linear(w["ssm_f_b.weight"], linear(w["ssm_f_a.weight"], h)) + w["ssm_dt.bias"]
     beta = 2 * sigmoid(linear(w["ssm_beta.weight"], h))
     decay = jnp.exp(log_decay(c, raw.reshape(heads), w["ssm_a"][:, None]))

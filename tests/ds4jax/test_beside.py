@@ -25,13 +25,13 @@ def columns(type):
     return min(1024, 16 * BLOCK[type][0]) if BLOCK[type][0] > 1 else 48
 
 
-def made(type, lead=()):
+def made(type):
     """Of every layer the tensors by name."""
-    names = enumerate(ROWS.items())
-    return [
-        {name: normal_tensor(type, (*lead, rows, columns(type)), seed=10 * layer + n) for n, (name, rows) in names}
-        for layer, names in enumerate([list(names)] * LAYERS)
-    ]
+
+    def tensor(layer, n, rows):
+        return normal_tensor(type, (rows, columns(type)), seed=10 * layer + n)
+
+    return [{name: tensor(layer, n, rows) for n, (name, rows) in enumerate(ROWS.items())} for layer in range(LAYERS)]
 
 
 def close(got, expected):

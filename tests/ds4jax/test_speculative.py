@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from runs import GOLDEN
+from runs import GOLDEN, QUICK
 
 pytest.importorskip("jax", reason="JAX is not installed")
 
@@ -58,9 +58,8 @@ BUDGET, CONTEXT = 24, 64
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
     """What is compared here is answers; XLA need not make them fast."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compilation, "compile_options", lambda: options)
+        patch.setattr(compilation, "compile_options", lambda: QUICK)
         yield
 
 

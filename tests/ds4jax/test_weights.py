@@ -144,7 +144,7 @@ def test_wide_only_where_it_is_faster_and_memory_allows(monkeypatch):
 def test_stacks_are_not_copied():
     """What NumPy packed is what JAX reads."""
     tensors = [random_tensor(TensorType.Q8_0, (70, 64), seed) for seed in range(3)]
-    planes = weights.packing.stacked_planes([t.data for t in tensors], TensorType.Q8_0, (70, 64))
+    planes = weights.packing.stacked_planes([[t.data] for t in tensors], TensorType.Q8_0, (70, 64))
     stack = weights._lanes(planes, tensors[0], "cpu", "float32")
     assert all(stack.planes[name].unsafe_buffer_pointer() == plane.ctypes.data for name, plane in planes.items())
     for layer, tensor in enumerate(tensors):
